@@ -1,0 +1,21 @@
+"""Tensor-parallel layers for diffusion models: shard a model over ranks, in memory or while its checkpoint is read."""
+
+from .apply import apply
+from .layers.linear import ColwiseLinear, RowwiseLinear
+from .layers.norm import AcrossRMSNorm
+from .plans.registry import register
+from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
+
+__all__ = [
+    "AcrossRMSNorm",
+    "ColwiseLinear",
+    "Divide",
+    "PackedColwiseParallel",
+    "PackedRowwiseParallel",
+    "RowwiseLinear",
+    "ShardParameter",
+    "SliceOutput",
+    "apply",
+    "register",
+]
+__version__ = "0.1.0"

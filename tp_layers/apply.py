@@ -1,0 +1,72 @@
+"""`apply`: shards a model that is in memory, in place."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .collectives import largest
+from .group import Group, GroupLike
+from .plans.refuse import refuse, refuse_planned
+from .plans.registry import plan_for
+from .plans.resolve import resolve
+from .plans.shard import shard_model
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+SAMPLES = 64
+
+
+def apply(model: Model, plan: Mapping[str, Any] | None = None, *, group: GroupLike = None, check: bool = True) -> Model:
+    """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
+
+    Args:
+        model: whole, on any device; its shards stay there. Each rank ends with its share of every planned parameter
+            and with the parameters the plan leaves whole; at no time with more than one parameter beside them.
+        plan: module paths to styles. None: the registered plan of the model's class, else its own `_tp_plan`.
+        group: a process group or 1-D device mesh. None: the default process group, or a single rank without one.
+        check: False accepts a plan in which nobody takes a colwise output split; `describe` then notes it.
+
+    Raises:
+        ValueError: the plan does not fit (see `resolve`), the model is in a state that cannot be sharded (see
+            `refuse`, `refuse_planned`), or the ranks hold different weights. The model is as it was.
+    """
+    group = Group.of(group)
+    # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
+    refuse(model)
+    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+    refuse_planned(model, resolved)
+    _require_equal(model, group)
+    shard_model(model, resolved, group)
+    for note in resolved.notes:
+        logger.warning("%s", note)
+    logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
+    return model
+
+
+def _require_equal(model: nn.Module, group: Group) -> None:
+    """Raises if a sample of some parameter's elements differs between ranks.
+
+    Ranks with other random weights would each contribute a shard of another model, and the output still looks sane.
+    """
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if not names:
+        return
+    parameters = dict(model.named_parameters())
+    digests = torch.stack([_digest(parameters[name]) for name in names]).to(group.device)
+    # The maximum of d and of -d agree where all ranks have the same d.
+    highest, lowest = largest(digests, group), -largest(-digests, group)
+    differing = (highest != lowest).nonzero()
+    if differing.numel():
+        raise ValueError(
+            f"the ranks hold different values of '{names[int(differing[0])]}': load the same checkpoint on every rank, "
+            f"or seed alike before building the model"
+        )
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    flat = parameter.detach().flatten()
+    sample = flat[:: max(1, flat.numel() // SAMPLES)].double().nan_to_num()
+    return (sample * torch.arange(1, sample.numel() + 1, device=sample.device)).sum()

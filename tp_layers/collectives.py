@@ -1,0 +1,154 @@
+"""The collectives of tensor parallelism, each with its dual under autograd.
+
+    function     forward      backward           used where
+    all_reduce   sum          identity           partial sums whose consumer is whole (a rowwise output)
+    all_reduce   sum          sum                partial sums whose consumer is split (a norm's sum of squares)
+    replicate    identity     sum                a whole tensor that each rank uses for its own part (a colwise input)
+    all_gather   merge        own shard          shards whose consumer is whole
+    split        own shard    merge              a whole tensor of which each rank needs a shard
+
+At size 1 each of them returns its argument. This is the only module that treats one rank specially.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .group import Group
+from .plans.spec import ShardSpec
+
+
+def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+    if not x.is_contiguous():
+        # gloo reduces the memory under a column view without an error and overwrites its neighbours.
+        raise ValueError(f"cannot all-reduce a tensor of shape {tuple(x.shape)} with strides {x.stride()} in place")
+    if x.numel():
+        dist.all_reduce(x, group=group.process_group)
+    return x
+
+
+def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+    shards = x.new_empty((group.size, *x.shape))
+    if x.numel():
+        dist.all_gather_into_tensor(
+            shards.flatten(0, 1) if x.dim() else shards, x.contiguous(), group=group.process_group
+        )
+    return spec.merge(shards.unbind())
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, consumer: str) -> torch.Tensor:
+        ctx.group, ctx.consumer = group, consumer
+        ctx.mark_dirty(x)
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        if ctx.consumer == "split":
+            grad = _sum(grad.clone(memory_format=torch.contiguous_format), ctx.group)
+        return grad, None, None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _sum(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+        ctx.group, ctx.spec = group, spec
+        return _merge(x, group, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.spec.take(grads[0], ctx.group.rank, ctx.group.size), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+        ctx.group, ctx.spec = group, spec
+        return spec.view(x, group.rank, group.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _merge(grads[0], ctx.group, ctx.spec), None, None
+
+
+def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.Tensor:
+    """Sums the ranks' `x` in place and returns it. `consumer` ("whole" or "split") chooses the dual, see above.
+
+    Raises:
+        ValueError: `x` is not contiguous.
+    """
+    if group.size == 1:
+        return x
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _sum(x, group)
+    return _AllReduce.apply(x, group, consumer)
+
+
+def replicate(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`x` itself; its gradient is summed over the ranks."""
+    if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _Replicate.apply(x, group)
+
+
+def all_gather(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+    """The full tensor of which every rank's `x` is the shard under `spec`."""
+    return x if group.size == 1 else _AllGather.apply(x, group, spec)
+
+
+def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+    """This rank's shard of a whole `x` under `spec`, a view where the spec allows one."""
+    return x if group.size == 1 else _Split.apply(x, group, spec)
+
+
+def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
+    """From now on the gradient of a whole `parameter` that every rank uses for its own heads is summed over ranks."""
+    if group.size == 1:
+        return
+    # A tensor accepts a hook only while it requires a gradient; the hook stays if it is frozen and thawed later.
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_hook(lambda grad: _sum(grad.clone(memory_format=torch.contiguous_format), group))
+    parameter.requires_grad_(wanted)
+
+
+def largest(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The element-wise maximum of the ranks' `x`, as a new tensor."""
+    x = x.clone()
+    if group.size > 1 and x.numel():
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
+    return x
+
+
+def send(x: torch.Tensor, group: Group, to: int) -> None:
+    """Sends `x` to rank `to` of the group, which calls `receive`."""
+    dist.send(x.contiguous(), group=group.process_group, group_dst=to)
+
+
+def receive(x: torch.Tensor, group: Group, source: int) -> torch.Tensor:
+    """Fills the contiguous `x` with what rank `source` of the group sends."""
+    dist.recv(x, group=group.process_group, group_src=source)
+    return x
+
+
+def broadcast_text(text: str, group: Group) -> str:
+    """Rank 0's `text`, on every rank."""
+    if group.size == 1:
+        return text
+    box = [text]
+    dist.broadcast_object_list(box, group=group.process_group, group_src=0, device=group.device)
+    return box[0]

@@ -1,0 +1,71 @@
+"""The ranks that share one model: the only place that asks torch.distributed who is who."""
+
+from dataclasses import dataclass
+from typing import Any, Union
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# What a caller may pass as `group`.
+GroupLike = Union["Group", dist.ProcessGroup, DeviceMesh, None]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Group:
+    """`rank` and `size` within the group, this rank's `device`, and the process group (None: a single rank)."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: GroupLike = None) -> "Group":
+        """The `Group` of a process group, of a 1-D device mesh, or (None) of the default process group.
+
+        Without an initialised process group, None is a single rank on the current accelerator.
+
+        Raises:
+            ValueError: the mesh has more than one axis, or this process is not a member.
+        """
+        if isinstance(group, Group):
+            return group
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"tensor parallelism needs one axis of a mesh, got the {group.ndim} axes {group.mesh_dim_names}: "
+                    f"pass one of them, such as mesh['tp']"
+                )
+            group = group.get_group()
+        if group is None:
+            if not (dist.is_available() and dist.is_initialized()):
+                return cls(device=_accelerator() or CPU)
+            group = dist.group.WORLD
+        rank = -1 if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+        if group is None or rank < 0:
+            raise ValueError(
+                "this process is not a member of the given group: shard only on the ranks that belong to it"
+            )
+        return cls(rank, dist.get_world_size(group), _device(group), group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        # A process group is a connection, which a copied model shares with its original.
+        return self
+
+
+def _accelerator() -> torch.device | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """The group's own device if it was bound to one, the CPU under gloo, else the current accelerator."""
+    if group.bound_device_id is not None:
+        return group.bound_device_id
+    if dist.get_backend(group) == "gloo":
+        return CPU
+    return _accelerator() or CPU

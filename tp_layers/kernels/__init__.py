@@ -1,0 +1,1 @@
+"""One operation per file: its launcher, and its reference in plain torch."""

@@ -1,0 +1,1 @@
+"""The sharded layers: a kernel, then a collective."""

@@ -1,0 +1,80 @@
+"""`AcrossRMSNorm`: an RMSNorm over a dim whose channels are split over the ranks."""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..collectives import all_reduce
+from ..group import Group, GroupLike
+from ..kernels.rms_norm import scale, sum_of_squares
+from ..plans.spec import ShardSpec
+from .linear import shard_parameter
+
+
+class AcrossRMSNorm(nn.Module):
+    """`x [.., D / size]` -> the same channels of the norm over all D: one float32 scalar per row is all-reduced.
+
+    A norm over the local channels alone raises no error and is off by the spread between the ranks, 4 to 25 % on
+    random weights.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        spec: ShardSpec,
+        group: Group,
+        eps: float | None,
+        round_first: bool,
+    ) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        self.spec, self.group, self.eps, self.round_first = spec, group, eps, round_first
+
+    @classmethod
+    def from_norm(cls, norm: nn.Module, *, group: GroupLike = None) -> "AcrossRMSNorm":
+        """From `torch.nn.RMSNorm` or diffusers' RMSNorm over one dim.
+
+        Raises:
+            ValueError: any other module, or a norm over several dims, or a width not divisible by the group's size.
+        """
+        group = Group.of(group)
+        spec = ShardSpec.of(0, norm_width(norm))
+        weight, bias = (
+            None if parameter is None else shard_parameter(parameter, spec, group)
+            for parameter in (norm._parameters.get("weight"), norm._parameters.get("bias"))
+        )
+        # A norm without parameters would otherwise check its width only in forward.
+        spec.ranges(group.rank, group.size)
+        return cls(
+            weight, bias, spec, group, cast(float | None, norm.eps), round_first=not isinstance(norm, nn.RMSNorm)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [.., D / size]` -> the same shape and dtype as the norm it replaces."""
+        squares = all_reduce(sum_of_squares(x), self.group, consumer="split")
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return scale(x, squares, self.spec.length, eps, self.weight, self.bias, self.round_first)
+
+    def extra_repr(self) -> str:
+        """The full width, and the place of the shard."""
+        return f"{self.spec.length}, eps={self.eps}, rank {self.group.rank} of {self.group.size}"
+
+
+def norm_width(norm: nn.Module) -> int:
+    """The number of channels an RMSNorm of torch or diffusers normalises.
+
+    Raises:
+        ValueError: `norm` is neither, or normalises several dims.
+    """
+    shape = getattr(norm, "normalized_shape", None) if isinstance(norm, nn.RMSNorm) else getattr(norm, "dim", None)
+    if type(norm).__name__ != "RMSNorm" or shape is None:
+        raise ValueError(f"'rms_norm' shards torch.nn.RMSNorm and diffusers' RMSNorm, not {type(norm).__name__}")
+    if len(shape) != 1:
+        raise ValueError(f"'rms_norm' shards a norm over one dim, this one is over {tuple(shape)}")
+    return int(shape[0])

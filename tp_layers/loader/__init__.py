@@ -1,0 +1,1 @@
+"""Checkpoints: read by every rank for its own shards, written back whole."""

@@ -1,0 +1,118 @@
+"""Models that cannot be sharded right, refused before anything is touched; and what a sharded model refuses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .resolve import Resolved
+
+OFFLOAD_HINT = "sharding already keeps only this rank's part of each weight on its device"
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises if `model` as a whole is in a state in which sharding it would give wrong numbers or lose something.
+
+    Raises:
+        ValueError: it is sharded, compiled, quantised, offloaded or carries an adapter; with what to do instead.
+    """
+    for reason in _reasons(model):
+        raise ValueError(f"cannot shard this {type(model).__name__}: {reason}")
+
+
+def refuse_planned(model: nn.Module, resolved: Resolved) -> None:
+    """Raises if a planned module or parameter is in such a state.
+
+    Raises:
+        ValueError: it is parametrised, hooked, tied or not a plain floating-point tensor; with what to do instead.
+    """
+    for reason in _planned_reasons(model, resolved):
+        raise ValueError(f"cannot shard this {type(model).__name__}: {reason}")
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    if getattr(model, "_tp_layers", None) is not None:
+        yield "it is sharded already; save it with tp_layers.save, and load it again to shard it differently"
+    config = getattr(model, "_parallel_config", None)
+    if getattr(config, "tensor_parallel_config", None) is not None:
+        yield "diffusers has sharded it already; load it without parallel_config"
+    if type(model).__name__ == "OptimizedModule":
+        yield "it is compiled; shard first, then call torch.compile"
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        yield "it is quantised, and packed weights have no rows and columns to cut; load it unquantised"
+    if getattr(model, "hf_device_map", None) is not None:
+        yield f"accelerate has placed it by a device_map; load it without one, {OFFLOAD_HINT}"
+    for path, module in model.named_modules():
+        yield from _module_reasons(path, module)
+
+
+def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
+    if hasattr(module, "_hf_hook"):
+        yield f"accelerate offloads '{path}'; remove its hooks first, {OFFLOAD_HINT}"
+    registry = getattr(module, "_diffusers_hook", None)
+    names = [name for name in getattr(registry, "hooks", {}) if "offload" in name or "casting" in name]
+    if names:
+        yield f"'{path}' has diffusers' hook '{names[0]}', which moves or casts its weights; disable it first"
+    if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
+        yield f"'{path}' carries an adapter (LoRA), which the plan does not cover; fuse or unload it first"
+
+
+def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name in resolved.specs:
+        path, _, attribute = name.rpartition(".")
+        planned = model.get_submodule(path)._parameters.get(attribute)
+        if planned is None:
+            yield f"'{path}' is parametrised, its '{attribute}' is computed; remove the parametrisation first"
+            continue
+        others = [other for other in owners[id(planned)] if other != name]
+        if others:
+            yield f"'{name}' is tied to {others}; untie it or leave both out of the plan"
+        if type(planned.data) is not torch.Tensor or not planned.is_floating_point():
+            kind = f"{type(planned.data).__name__} of {planned.dtype}"
+            yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"
+    for path in resolved.styles:
+        module = model.get_submodule(path.rpartition(".")[0])._modules.get(path.rpartition(".")[2])
+        replaced = any(name.rpartition(".")[0] == path for name in resolved.specs)
+        if module is not None and replaced and (module._forward_hooks or module._forward_pre_hooks):
+            yield f"'{path}' has hooks, which its sharded layer would drop; remove them, and add them afterwards"
+
+
+class Refusal:
+    """Stands on a sharded model for a method that would give wrong results. A class, so that it can be copied."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        self.what, self.instead = what, instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"this model is sharded by tp_layers, so it cannot {self.what}: {self.instead}")
+
+
+_ADAPTER = ("have an adapter added", "its layers would stay unsharded; fuse the adapter before sharding")
+_OFFLOAD = ("be offloaded", OFFLOAD_HINT)
+REFUSED = {
+    "save_pretrained": ("be saved by each rank", "call tp_layers.save(model, path) on all ranks"),
+    "push_to_hub": ("be pushed", "call tp_layers.save(model, path) and push that folder"),
+    "add_adapter": _ADAPTER,
+    "load_lora_adapter": _ADAPTER,
+    "enable_group_offload": _OFFLOAD,
+    "enable_layerwise_casting": (
+        "be cast layer by layer",
+        "it would cast this rank's shards; load with dtype= instead",
+    ),
+}
+
+
+def guard(model: nn.Module) -> None:
+    """Puts the refusals on a sharded model, and tells diffusers' own guards that it is tensor parallel."""
+    for name, (what, instead) in REFUSED.items():
+        if hasattr(model, name):
+            model.__dict__[name] = Refusal(what, instead)
+    if hasattr(model, "_parallel_config"):
+        from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
+
+        # Pipelines ask this before they offload a component.
+        model.__dict__["_parallel_config"] = ParallelConfig(tensor_parallel_config=TensorParallelConfig())

@@ -1,0 +1,47 @@
+"""Which plan a model gets: the caller's, the registered one of its class, or the class's own `_tp_plan`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from . import flux, flux2, ltx, minimax_h3, qwenimage
+
+Plan = Mapping[str, Any]
+PlanLike = Plan | Callable[[nn.Module], Plan]
+
+_PLANS: dict[str, PlanLike] = {}
+
+
+def register(name: str, plan: PlanLike) -> None:
+    """Registers `plan` for the model class called `name` and its subclasses; the last registration wins.
+
+    `plan` maps module paths to styles, or is a function of the model that returns such a mapping.
+    """
+    if not (isinstance(plan, Mapping) or callable(plan)):
+        raise ValueError(f"the plan for {name} must be a mapping or a function of the model, got {type(plan).__name__}")
+    _PLANS[name] = plan
+
+
+def plan_for(model: nn.Module) -> Plan:
+    """The plan of `model`'s class: the registry first, along its base classes, then its own `_tp_plan`.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    for base in type(model).__mro__:
+        if base.__name__ in _PLANS:
+            plan = _PLANS[base.__name__]
+            return plan(model) if callable(plan) else plan
+    own = getattr(model, "_tp_plan", None)
+    if own:
+        return own
+    raise ValueError(
+        f"no plan for {type(model).__name__}: pass plan={{...}}, or call tp_layers.register with its name; "
+        f"registered are {', '.join(sorted(_PLANS))}"
+    )
+
+
+for _module in (flux, flux2, ltx, minimax_h3, qwenimage):
+    for _name, _plan in _module.PLANS.items():
+        register(_name, _plan)

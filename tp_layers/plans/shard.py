@@ -1,0 +1,39 @@
+"""A resolved plan carried out on a model, one module at a time; in memory and, on meta, for the loader."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..group import Group
+from .refuse import guard
+from .resolve import Resolved
+from .styles import ShardParameter
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a sharded model knows of itself: the group it is sharded over, and the plan as it was resolved."""
+
+    group: Group
+    resolved: Resolved
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """The `Sharding` of a model sharded by this package, else None."""
+    return getattr(model, "_tp_layers", None)
+
+
+def shard_model(model: nn.Module, resolved: Resolved, group: Group) -> None:
+    """Puts the sharded layers in place. Each full parameter is freed before the next one is cut."""
+    for path, style in resolved.styles.items():
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        if isinstance(style, ShardParameter):
+            setattr(parent, name, style.shard_parameter(getattr(parent, name), group))
+            continue
+        module = parent.get_submodule(name)
+        sharded = style.shard(module, group)
+        if sharded is not module:
+            parent._modules[name] = sharded.train(module.training)
+    model._tp_layers = Sharding(group, resolved)  # type: ignore[assignment]
+    guard(model)

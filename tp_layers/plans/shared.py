@@ -1,0 +1,31 @@
+"""Pieces of plans that several families share. Each takes the path of a module and returns that module's entries."""
+
+from typing import Any
+
+Plan = dict[str, Any]
+
+
+def self_attention(path: str) -> Plan:
+    """`to_q`, `to_k`, `to_v` by heads, and the output projection `to_out.0`."""
+    return {
+        f"{path}.to_q": "colwise",
+        f"{path}.to_k": "colwise",
+        f"{path}.to_v": "colwise",
+        f"{path}.to_out.0": "rowwise",
+    }
+
+
+def joint_attention(path: str) -> Plan:
+    """Self-attention plus the projections of a second (text) stream."""
+    return {
+        **self_attention(path),
+        f"{path}.add_q_proj": "colwise",
+        f"{path}.add_k_proj": "colwise",
+        f"{path}.add_v_proj": "colwise",
+        f"{path}.to_add_out": "rowwise",
+    }
+
+
+def feed_forward(path: str, first: Any = "colwise") -> Plan:
+    """diffusers' `FeedForward`; a gated one has its two halves in one Linear, so `first` is packed there."""
+    return {f"{path}.net.0.proj": first, f"{path}.net.2": "rowwise"}
