@@ -1,8 +1,11 @@
 """Tensor-parallel layers for diffusion models: shard a model over ranks, in memory or while its checkpoint is read."""
 
 from .apply import apply
+from .describe import describe
 from .layers.linear import ColwiseLinear, RowwiseLinear
 from .layers.norm import AcrossRMSNorm
+from .loader.load import load
+from .loader.save import save
 from .plans.registry import register
 from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
 
@@ -16,6 +19,9 @@ __all__ = [
     "ShardParameter",
     "SliceOutput",
     "apply",
+    "describe",
+    "load",
     "register",
+    "save",
 ]
 __version__ = "0.1.0"

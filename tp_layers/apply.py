@@ -12,7 +12,7 @@ from .group import Group, GroupLike
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import resolve
-from .plans.shard import shard_model
+from .plans.shard import shard_model, watch_gradients
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,6 +40,7 @@ def apply(model: Model, plan: Mapping[str, Any] | None = None, *, group: GroupLi
     refuse_planned(model, resolved)
     _require_equal(model, group)
     shard_model(model, resolved, group)
+    watch_gradients(model, resolved, group)
     for note in resolved.notes:
         logger.warning("%s", note)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)

@@ -32,7 +32,7 @@ def refuse_planned(model: nn.Module, resolved: Resolved) -> None:
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
-    if getattr(model, "_tp_layers", None) is not None:
+    if "_tp_layers" in model.__dict__:
         yield "it is sharded already; save it with tp_layers.save, and load it again to shard it differently"
     config = getattr(model, "_parallel_config", None)
     if getattr(config, "tensor_parallel_config", None) is not None:

@@ -20,7 +20,7 @@ class Sharding:
 
 def sharding_of(model: nn.Module) -> Sharding | None:
     """The `Sharding` of a model sharded by this package, else None."""
-    return getattr(model, "_tp_layers", None)
+    return model.__dict__.get("_tp_layers")
 
 
 def shard_model(model: nn.Module, resolved: Resolved, group: Group) -> None:
@@ -35,5 +35,12 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group) -> None:
         sharded = style.shard(module, group)
         if sharded is not module:
             parent._modules[name] = sharded.train(module.training)
-    model._tp_layers = Sharding(group, resolved)  # type: ignore[assignment]
+    model.__dict__["_tp_layers"] = Sharding(group, resolved)
     guard(model)
+
+
+def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:
+    """The last step, once every parameter holds its values: a hook belongs to a parameter, which loading replaces."""
+    for path, style in resolved.styles.items():
+        if not isinstance(style, ShardParameter):
+            style.watch(model.get_submodule(path), group)

@@ -74,6 +74,12 @@ class ShardSpec:
         local[self.dim] = sum(stop - start for start, stop, _ in self.ranges(0, size))
         return tuple(local)
 
+    def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor that shards of shape `local` were cut from."""
+        full = list(local)
+        full[self.dim] = self.length
+        return tuple(full)
+
     def pieces(
         self, full: torch.Tensor, shard: torch.Tensor, rank: int, size: int
     ) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -105,9 +111,7 @@ class ShardSpec:
 
     def merge(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The full tensor from the shards of all ranks, in rank order."""
-        shape = list(shards[0].shape)
-        shape[self.dim] = self.length
-        full = shards[0].new_empty(shape)
+        full = shards[0].new_empty(self.full_shape(shards[0].shape))
         for rank, shard in enumerate(shards):
             self.put(shard, full, rank, len(shards))
         return full

@@ -26,8 +26,13 @@ class Style:
 
     input: ClassVar[str | None] = None
     output: ClassVar[str | None] = None
-    # Collectives of one forward call, as describe() counts them.
+    # The collective of one forward call, and its bytes per row: what describe() counts.
     collective: ClassVar[str | None] = None
+
+    def payload(self, module: nn.Module) -> int:
+        """Bytes per row of the input that the collective of `module` (full or sharded) carries."""
+        weight = cast(torch.Tensor, module.weight)
+        return cast(int, module.out_features) * weight.dtype.itemsize
 
     def specs(self, module: nn.Module) -> Specs:
         """The spec of every parameter of `module` that is sharded; a meta module is enough.
@@ -43,7 +48,10 @@ class Style:
 
     def shard(self, module: nn.Module, group: Group) -> nn.Module:
         """The module to put in `module`'s place (possibly itself), holding this rank's shards."""
-        raise NotImplementedError
+        return module
+
+    def watch(self, module: nn.Module, group: Group) -> None:
+        """What is left to do once the parameters of the module `shard` returned hold their values."""
 
 
 def _linear(module: nn.Module) -> nn.Linear:
@@ -149,6 +157,9 @@ class _RMSNorm(Style):
     def counts(self, module: nn.Module) -> Mapping[str, int]:
         return {"width": norm_width(module)}
 
+    def payload(self, module: nn.Module) -> int:
+        return 4  # one float32
+
     def shard(self, module: nn.Module, group: Group) -> nn.Module:
         return AcrossRMSNorm.from_norm(module, group=group)
 
@@ -159,10 +170,9 @@ class _HeadParameters(Style):
     Their values stay whole; every rank sees the gradient of its own heads only, so the gradients are summed.
     """
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def watch(self, module: nn.Module, group: Group) -> None:
         for parameter in module.parameters():
             sum_gradient(parameter, group)
-        return module
 
 
 class Divide(Style):
@@ -242,7 +252,13 @@ STYLES: dict[str, Style] = {
     "rms_norm": _RMSNorm(),
     "replicated_with_grad_allreduce": _HeadParameters(),
 }
+_NAMES = {id(style): name for name, style in STYLES.items()}
 _MARKERS = {"PackedColwiseParallel": PackedColwiseParallel, "PackedRowwiseParallel": PackedRowwiseParallel}
+
+
+def label(style: Style) -> str:
+    """How a plan would write `style`."""
+    return _NAMES.get(id(style)) or repr(style)
 
 
 def style_of(value: Any) -> Style:

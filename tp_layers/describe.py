@@ -1,0 +1,167 @@
+"""`describe`: what a plan does to a model at some size, without touching a weight."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .plans.registry import plan_for
+from .plans.resolve import Resolved, resolve
+from .plans.shard import sharding_of
+from .plans.spec import ShardSpec
+from .plans.styles import label
+
+LARGEST_WHOLE = 6
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter or persistent buffer: bytes in full and on one rank, and its spec (None: whole)."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    itemsize: int
+    spec: ShardSpec | None
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unsharded tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of it on every rank."""
+        return math.prod(self.local_shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one forward call: how many of a kind, and their payload in bytes per row (token) of input."""
+
+    kind: str
+    count: int
+    bytes_per_row: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `describe` found; `str(report)` is the table the command prints."""
+
+    model: str
+    size: int
+    tensors: list[Tensor]
+    styles: dict[str, str]
+    collectives: list[Collective]
+    sizes: list[int]
+    notes: list[str]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole model: parameters and persistent buffers."""
+        return sum(tensor.full_bytes for tensor in self.tensors)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that each rank holds: its shards, and what stays whole."""
+        return sum(tensor.held_bytes for tensor in self.tensors)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the tensors that stay whole on every rank."""
+        return sum(tensor.full_bytes for tensor in self.tensors if tensor.spec is None)
+
+    def __str__(self) -> str:
+        full = max(self.full_bytes, 1)
+        sharded = sum(1 for tensor in self.tensors if tensor.spec is not None)
+        lines = [
+            f"{self.model} over {self.size} ranks (sizes that work: {', '.join(map(str, self.sizes))})",
+            f"  full model       {_size(self.full_bytes)}, {len(self.tensors)} tensors, {sharded} of them sharded",
+            f"  each rank holds  {_size(self.held_bytes)}, {self.held_bytes / full:.1%} of the model",
+            f"  whole everywhere {_size(self.whole_bytes)}, {self.whole_bytes / full:.1%} of the model",
+            *(f"    {nbytes / full:6.1%}  {pattern}" for pattern, nbytes in self.largest_whole()),
+            "  collectives per forward call",
+            *(
+                f"    {item.count} x {item.kind}, {item.bytes_per_row} bytes per row in all"
+                for item in self.collectives
+            ),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+    def largest_whole(self) -> list[tuple[str, int]]:
+        """The largest tensors that stay whole, summed over blocks: `("blocks.*.norm.linear.weight", bytes)`."""
+        sums: dict[str, int] = {}
+        for tensor in self.tensors:
+            if tensor.spec is None:
+                pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
+                sums[pattern] = sums.get(pattern, 0) + tensor.full_bytes
+        return sorted(sums.items(), key=lambda item: -item[1])[:LARGEST_WHOLE]
+
+
+def describe(
+    model: nn.Module, plan: Mapping[str, Any] | None = None, *, size: int | None = None, check: bool = True
+) -> Report:
+    """What `apply(model, plan)` would do on `size` ranks, or, for a sharded model, what was done to it.
+
+    Args:
+        model: a meta model is enough; only shapes, dtypes and attributes are read.
+        plan: as in `apply`; not for a model that is sharded already, which knows its own.
+        size: the number of ranks; needed unless the model is sharded.
+        check: as in `apply`.
+
+    Raises:
+        ValueError: the plan does not fit (see `resolve`), the size is missing, or it is not the sharded model's own.
+    """
+    sharding = sharding_of(model)
+    if sharding is not None:
+        if plan is not None or size not in (None, sharding.group.size):
+            raise ValueError(
+                f"this model is sharded over {sharding.group.size} ranks already: describe(model) says how"
+            )
+        resolved, taken = sharding.resolved, True
+    elif size is None:
+        raise ValueError("describe needs size=, the number of ranks")
+    else:
+        resolved, taken = resolve(model, plan_for(model) if plan is None else plan, size, check=check), False
+    return Report(
+        type(model).__name__,
+        resolved.size,
+        _tensors(model, resolved, taken),
+        {path: label(style) for path, style in resolved.styles.items()},
+        _collectives(model, resolved),
+        resolved.sizes,
+        resolved.notes,
+    )
+
+
+def _tensors(model: nn.Module, resolved: Resolved, taken: bool) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        spec, shape = resolved.specs.get(name), tuple(tensor.shape)
+        full, local = shape, shape
+        if spec is not None and taken:
+            full = spec.full_shape(shape)
+        elif spec is not None:
+            local = spec.local_shape(shape, resolved.size)
+        # Tied tensors count once.
+        found.setdefault(id(tensor), Tensor(name, full, local, tensor.dtype.itemsize, spec))
+    return list(found.values())
+
+
+def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
+    found: dict[str, list[int]] = {}
+    for path, style in resolved.styles.items():
+        if style.collective is not None and resolved.size > 1:
+            found.setdefault(style.collective, []).append(style.payload(model.get_submodule(path)))
+    return [Collective(kind, len(sizes), sum(sizes)) for kind, sizes in found.items()]
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,114 @@
+"""Where every tensor of a checkpoint lies, from the headers of its safetensors files alone."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+logger = logging.getLogger(__name__)
+
+# The stems under which diffusers and transformers save.
+STEMS = ("diffusion_pytorch_model", "model")
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its file, dtype, shape, and the offset of its first byte in the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_index(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the checkpoint in `folder`: one safetensors file, or several with their index.
+
+    Raises:
+        FileNotFoundError: there are no safetensors weights, or the index names a file that is not there.
+        ValueError: the index or a header is broken, a file is cut short, or the index names a tensor its file lacks.
+    """
+    for stem in STEMS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if index.is_file():
+            return _read_several(index)
+        single = folder / f"{stem}.safetensors"
+        if single.is_file():
+            return read_header(single)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+    found = f"; it has {others}, which cannot be read in slices: convert them to safetensors" if others else ""
+    raise FileNotFoundError(f"no safetensors weights ({' or '.join(STEMS)}) in {folder}{found}")
+
+
+def _read_several(index: Path) -> dict[str, Entry]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = set(weight_map.values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is not a checkpoint index: {error!r}") from error
+    headers = {}
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        # The name alone is checked: in a hub's cache the file itself is a link that leaves the folder.
+        if path.is_absolute() or ".." in path.parts or "\\" in name:
+            raise ValueError(f"{index} names '{name}', which lies outside its folder")
+        headers[name] = read_header(index.parent / path)
+    entries = {}
+    for key, name in weight_map.items():
+        if key not in headers[name]:
+            raise ValueError(f"{index} places '{key}' in {name}, which does not hold it")
+        entries[key] = headers[name][key]
+    unlisted = sorted({key for header in headers.values() for key in header} - set(entries))
+    if unlisted:
+        logger.warning("%s does not list %s: not read", index, unlisted)
+    return entries
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file, in the order of their bytes. safetensors' own parser decides what is valid.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: safetensors refuses the file (a broken header, a file cut short), or a dtype is unknown here.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing from the checkpoint")
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    unknown = sorted({f"{info['dtype']} ('{key}')" for key, info in header.items() if info["dtype"] not in DTYPES})
+    if unknown:
+        raise ValueError(f"{file} holds dtypes that cannot be read: {', '.join(unknown)}")
+    first = 8 + length
+    entries = {
+        key: Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), first + info["data_offsets"][0])
+        for key, info in header.items()
+    }
+    return dict(sorted(entries.items(), key=lambda item: item[1].offset))

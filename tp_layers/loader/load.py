@@ -1,0 +1,173 @@
+"""`load`: a sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from ..group import Group, GroupLike
+from ..plans.refuse import refuse_planned
+from ..plans.registry import plan_for
+from ..plans.resolve import resolve
+from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
+from .build import Places, build, check_keys, set_dtypes
+from .index import Entry, read_index
+from .read import reader
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+# Arguments of from_pretrained that would make each rank read or hold the whole model, with what to do instead.
+REFUSED = {
+    "device_map": "each rank's shards go to that rank's device; drop it",
+    "quantization_config": "quantised weights are packed in a layout that cannot be sliced; load the model unquantised",
+    "low_cpu_mem_usage": "shards are read into a model without weights, which is low_cpu_mem_usage=True; drop it",
+    "use_flashpack": "FlashPack files cannot be read in slices; use the safetensors weights",
+    "use_safetensors": "only safetensors files can be read in slices; drop it",
+}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank did in `load`: bytes of parameters and persistent buffers it holds, bytes asked of the files."""
+
+    rank: int
+    size: int
+    bytes_held: int
+    bytes_read: int
+    seconds: float
+
+
+def load(
+    model_class: type[Model],
+    path: str | Path,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    group: GroupLike = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    subfolder: str | None = None,
+    check: bool = True,
+    report: bool = False,
+    **refused: Any,
+) -> Any:
+    """Reads this rank's shards of a diffusers checkpoint and returns the sharded model, in eval mode.
+
+    Args:
+        model_class: a diffusers model class, such as `Flux2Transformer2DModel`.
+        path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
+            a repository on the hub, of which only these files are downloaded.
+        plan, group, check: as in `apply`.
+        dtype: for floating-point parameters, as diffusers casts (`_keep_in_fp32_modules` become float32). None: each
+            stays as it is stored.
+        device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
+        subfolder: the component of a pipeline folder, such as "transformer".
+        report: True returns `(model, LoadReport)`.
+
+    Raises:
+        ValueError: an argument, the config, the plan or the checkpoint does not fit; nothing has been read yet.
+        FileNotFoundError: there is no such folder, or no safetensors weights in it.
+        OSError: a file cannot be read, or ends early.
+    """
+    _refuse_arguments(refused)
+    start = time.monotonic()
+    group = Group.of(group)
+    device = group.device if device is None else torch.device(device)
+    folder = find_folder(path, subfolder)
+    model, entries = describe_checkpoint(model_class, folder, dtype)
+    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+    refuse_planned(model, resolved)
+    shard_model(model, resolved, group)
+    requested = _fill(model, entries, device)
+    watch_gradients(model, resolved, group)
+    cast(Any, model).register_to_config(_name_or_path=str(path))
+    for note in resolved.notes:
+        logger.warning("%s", note)
+    done = LoadReport(group.rank, group.size, held_bytes(model), requested, time.monotonic() - start)
+    logger.info("%s", done)
+    return (model, done) if report else model
+
+
+def describe_checkpoint(
+    model_class: type[Model], folder: Path, dtype: torch.dtype | None = None
+) -> tuple[Model, dict[str, Entry]]:
+    """The model of a checkpoint on meta, each parameter in the dtype it would be loaded in, and the file entries."""
+    config = read_config(folder)
+    entries = read_index(folder)
+    model = build(model_class, config, dtype)
+    entries = check_keys(model, entries)
+    set_dtypes(model, entries, dtype)
+    return cast(Model, model), entries
+
+
+def find_folder(path: str | Path, subfolder: str | None) -> Path:
+    """The local folder of a model; a repository id is resolved by huggingface_hub, offline from its cache."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+            raise FileNotFoundError(f"{path} is neither a folder nor the id of a repository")
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError as error:
+            raise FileNotFoundError(f"{path} is not a folder; repository ids need huggingface_hub") from error
+        inside = f"{subfolder}/" if subfolder else ""
+        folder = Path(snapshot_download(str(path), allow_patterns=[f"{inside}*.json", f"{inside}*.safetensors"]))
+    folder = folder / subfolder if subfolder else folder
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's `config.json`.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it is not JSON, or describes a quantised checkpoint.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: is the model in a subfolder of it?")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if config.get("quantization_config") is not None:
+        raise ValueError(f"{file} has a quantization_config: {REFUSED['quantization_config']}")
+    return config
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and persistent buffers of `model` on this rank, tied ones counted once."""
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+def _refuse_arguments(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in REFUSED:
+            raise TypeError(f"load() got an unexpected argument '{name}'")
+        harmless = True if name in ("low_cpu_mem_usage", "use_safetensors") else None
+        if value is not harmless and value is not None and not (name == "use_flashpack" and value is False):
+            raise ValueError(f"{name}={value!r} cannot be combined with a sharded load: {REFUSED[name]}")
+
+
+def _fill(model: nn.Module, entries: dict[str, Entry], device: torch.device) -> int:
+    """Puts every tensor on `device`: stored ones from their files, other buffers moved. Returns the bytes requested."""
+    sharding = cast(Sharding, sharding_of(model))
+    places, state = Places(model), model.state_dict(keep_vars=True)
+    with reader(sharding.group.rank, sharding.group.size) as files:
+        for name, entry in entries.items():
+            target = torch.empty(state[name].shape, dtype=state[name].dtype, device=device)
+            files.read(name, entry, sharding.resolved.specs.get(name), target)
+            places.put(name, target)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return files.requested
