@@ -8,6 +8,7 @@ from .loader.load import load
 from .loader.save import save
 from .plans.registry import register
 from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
+from .verify import verify
 
 __all__ = [
     "AcrossRMSNorm",
@@ -23,5 +24,6 @@ __all__ = [
     "load",
     "register",
     "save",
+    "verify",
 ]
 __version__ = "0.1.0"

@@ -145,6 +145,15 @@ def receive(x: torch.Tensor, group: Group, source: int) -> torch.Tensor:
     return x
 
 
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's `value` (pickled), in rank order, on every rank."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
 def broadcast_text(text: str, group: Group) -> str:
     """Rank 0's `text`, on every rank."""
     if group.size == 1:

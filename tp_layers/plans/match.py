@@ -39,11 +39,13 @@ def match(model: nn.Module, plan: Mapping[str, Any]) -> list[Match]:
     `*` stands for one component of a path, any number of times. A block that lacks an optional module is skipped.
 
     Raises:
-        ValueError: an unknown style, a key that matches nothing anywhere, or two keys for one module.
+        ValueError: an unknown style, a key that matches nothing anywhere, two keys for one module, or one module at
+            two planned paths.
     """
     if not plan:
         raise ValueError(f"the plan for {type(model).__name__} is empty: nothing would be sharded")
     found: dict[str, Match] = {}
+    targets: dict[int, Match] = {}
     for key, value in plan.items():
         try:
             style = style_of(value)
@@ -56,6 +58,11 @@ def match(model: nn.Module, plan: Mapping[str, Any]) -> list[Match]:
             other = found.setdefault(item.path, item)
             if other is not item:
                 raise ValueError(f"the plan keys '{other.key}' and '{key}' both name '{item.path}': drop one of them")
+            other = targets.setdefault(id(item.target), item)
+            if other is not item:
+                raise ValueError(
+                    f"'{other.path}' and '{item.path}' are one and the same, and would be sharded twice: name one"
+                )
     return list(found.values())
 
 
@@ -63,8 +70,9 @@ def _walk(module: nn.Module, atoms: list[str], path: str) -> Iterator[tuple[str,
     atom, rest = atoms[0], atoms[1:]
     if not rest and atom in module._parameters and module._parameters[atom] is not None:
         yield f"{path}.{atom}".lstrip("."), module._parameters[atom]  # type: ignore[misc]
-    for name, child in module.named_children():
-        if atom not in ("*", name):
+    # Not named_children(), which leaves out the second name of a module.
+    for name, child in module._modules.items():
+        if child is None or atom not in ("*", name):
             continue
         where = f"{path}.{name}".lstrip(".")
         if rest:

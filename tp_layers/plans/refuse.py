@@ -8,6 +8,7 @@ from torch import nn
 
 from .resolve import Resolved
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OFFLOAD_HINT = "sharding already keeps only this rank's part of each weight on its device"
 
 
@@ -37,8 +38,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     config = getattr(model, "_parallel_config", None)
     if getattr(config, "tensor_parallel_config", None) is not None:
         yield "diffusers has sharded it already; load it without parallel_config"
-    if type(model).__name__ == "OptimizedModule":
-        yield "it is compiled; shard first, then call torch.compile"
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         yield "it is quantised, and packed weights have no rows and columns to cut; load it unquantised"
     if getattr(model, "hf_device_map", None) is not None:
@@ -48,14 +47,17 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
+    what = f"'{path}'" if path else "it"
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        yield f"{what} is compiled; shard first, then compile"
     if hasattr(module, "_hf_hook"):
-        yield f"accelerate offloads '{path}'; remove its hooks first, {OFFLOAD_HINT}"
+        yield f"accelerate offloads {what}; remove its hooks first, {OFFLOAD_HINT}"
     registry = getattr(module, "_diffusers_hook", None)
     names = [name for name in getattr(registry, "hooks", {}) if "offload" in name or "casting" in name]
     if names:
-        yield f"'{path}' has diffusers' hook '{names[0]}', which moves or casts its weights; disable it first"
+        yield f"{what} has diffusers' hook '{names[0]}', which moves or casts its weights; disable it first"
     if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):
-        yield f"'{path}' carries an adapter (LoRA), which the plan does not cover; fuse or unload it first"
+        yield f"{what} carries an adapter (LoRA), which the plan does not cover; fuse or unload it first"
 
 
 def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
@@ -74,11 +76,20 @@ def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
         if type(planned.data) is not torch.Tensor or not planned.is_floating_point():
             kind = f"{type(planned.data).__name__} of {planned.dtype}"
             yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"
-    for path in resolved.styles:
-        module = model.get_submodule(path.rpartition(".")[0])._modules.get(path.rpartition(".")[2])
-        replaced = any(name.rpartition(".")[0] == path for name in resolved.specs)
-        if module is not None and replaced and (module._forward_hooks or module._forward_pre_hooks):
-            yield f"'{path}' has hooks, which its sharded layer would drop; remove them, and add them afterwards"
+    for path, style in resolved.styles.items():
+        # Only a style with an input puts a layer of its own in the module's place.
+        if style.input is not None:
+            yield from _layer_reasons(path, model.get_submodule(path))
+
+
+def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
+    """What the sharded layer in place of `module` would drop."""
+    for name in getattr(module, "parametrizations", ()):
+        yield f"'{path}' is parametrised, its '{name}' is computed; remove the parametrisation first"
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        yield f"'{path}' has hooks, which its sharded layer would drop; remove them, and add them afterwards"
+    if "forward" in vars(module):
+        yield f"'{path}' has a forward of its own, which its sharded layer would drop; restore the class's"
 
 
 class Refusal:

@@ -66,6 +66,7 @@ def resolve(model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool
                 counts += [_Count(f"'{item.path}': {k}", v) for k, v in item.style.counts(item.target).items()]
         except ValueError as error:
             raise ValueError(f"plan key '{item.key}' at '{item.path}': {error}") from None
+    _check_parameters(matches)
     counts += _head_counts(model, matches)
     sizes = _check_size(counts, size)
     notes = _unread(matches)
@@ -87,6 +88,17 @@ def _specs(item: Match) -> dict[str, ShardSpec]:
     return {f"{item.path}.{name}": spec for name, spec in item.style.specs(item.target).items()}
 
 
+def _check_parameters(matches: list[Match]) -> None:
+    """Raises if a bare parameter of the plan belongs to a layer that the plan shards as a whole."""
+    layers = {
+        item.path: item for item in matches if isinstance(item.target, nn.Module) and item.style.specs(item.target)
+    }
+    for item in matches:
+        layer = layers.get(item.path.rpartition(".")[0])
+        if isinstance(item.style, ShardParameter) and layer is not None:
+            raise ValueError(f"the plan keys '{layer.key}' and '{item.key}' both shard '{item.path}': drop one of them")
+
+
 def _block_counts(name: str, spec: ShardSpec) -> list[_Count]:
     several = f" in blocks {list(spec.blocks)}" if len(spec.blocks) > 1 else ""
     return [_Count(f"'{name}' (dim {spec.dim}{several}): a block", block) for block in spec.blocks]
@@ -94,24 +106,31 @@ def _block_counts(name: str, spec: ShardSpec) -> list[_Count]:
 
 def _head_counts(model: nn.Module, matches: list[Match]) -> list[_Count]:
     """The head counts of every module whose own projections are split, else those of the model's config."""
-    config = getattr(model, "config", None)
     counts: dict[str, _Count] = {}
     for item in matches:
-        if item.style.output != "split" or item.style.input != "whole":
+        if not _splits(item):
             continue
         path = item.path.rpartition(".")[0]
         parent = model.get_submodule(path)
         own = _heads(parent)
         if own:
             counts |= {f"{path}.{name}": _Count(f"'{path}': {name}", value) for name, value in own.items()}
-        elif "Attention" in type(parent).__name__ and config is not None:
-            counts |= {name: _Count(f"the model's {name}", value) for name, value in _heads(config).items()}
+        elif "Attention" in type(parent).__name__:
+            # A model of several stacks has a config for each, which its attention modules hold.
+            config = getattr(parent, "config", getattr(model, "config", None))
+            for name, value in _heads(config).items():
+                counts[f"{name} {value}"] = _Count(f"the model's {name}", value)
     return list(counts.values())
 
 
 def _heads(owner: Any) -> dict[str, int]:
-    found = {name: getattr(owner, name, None) for name in HEADS + KV_HEADS}
-    return {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+    values = {name: getattr(owner, name, None) for name in HEADS + KV_HEADS}
+    found = {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
+    # diffusers' Attention keeps the width of its kv heads, not their number.
+    inner, inner_kv = getattr(owner, "inner_dim", None), getattr(owner, "inner_kv_dim", None)
+    if "heads" in found and inner and inner_kv:
+        found.setdefault("kv_heads", found["heads"] * inner_kv // inner)
+    return found
 
 
 def _check_size(counts: list[_Count], size: int) -> list[int]:
@@ -143,19 +162,33 @@ def _unread(matches: list[Match]) -> list[str]:
 
 
 def _head_norms(model: nn.Module, matches: list[Match]) -> list[str]:
-    """Norms beside a split projection whose weight covers one head of it: each rank's gradient is of its own heads."""
+    """Norms beside a split projection whose weight covers one head of it: each rank's gradient is of its own heads.
+
+    A norm as wide as what enters or leaves the module that holds it stands before or after the projections, and its
+    gradient is whole.
+    """
     planned = {item.path for item in matches}
-    found: dict[str, None] = {}
-    for item in matches:
-        if item.style.output != "split" or item.style.input != "whole":
-            continue
-        path = item.path.rpartition(".")[0]
-        width = item.target.weight.shape[0] if isinstance(item.target, nn.Linear) else 0
-        for name, child in model.get_submodule(path).named_children():
-            where = f"{path}.{name}".lstrip(".")
-            weight = getattr(child, "weight", None)
-            if where in planned or not type(child).__name__.endswith("Norm") or not isinstance(weight, torch.Tensor):
-                continue
-            if weight.dim() == 1 and weight.shape[0] < width and width % weight.shape[0] == 0:
-                found[where] = None
-    return list(found)
+    linears = [(item, item.target.weight.shape) for item in matches if isinstance(item.target, nn.Linear)]
+    projections = [(item.path.rpartition(".")[0], shape) for item, shape in linears if _splits(item)]
+    found: list[str] = []
+    for path in dict.fromkeys(parent for parent, _ in projections):
+        module, prefix = model.get_submodule(path), f"{path}." if path else ""
+        rows, columns = zip(*(shape for parent, shape in projections if parent == path), strict=True)
+        readers = [shape for item, shape in linears if item.style.input == "split" and item.path.startswith(prefix)]
+        outer = {*columns, *(shape[0] for shape in readers)}
+        heads = {row / count for row in rows for count in _heads(module).values()}
+        for name, child in module.named_children():
+            width = _norm_width(child)
+            inner = width in heads or width not in outer
+            if width and inner and f"{prefix}{name}" not in planned:
+                found += [f"{prefix}{name}"] if any(width < row and row % width == 0 for row in rows) else []
+    return found
+
+
+def _splits(item: Match) -> bool:
+    return item.style.input == "whole" and item.style.output == "split"
+
+
+def _norm_width(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None) if type(module).__name__.endswith("Norm") else None
+    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() == 1 else 0

@@ -1,0 +1,114 @@
+"""The styles of what stands around the linear layers: norms, head counts, rotary tables, bare parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..collectives import split, sum_gradient
+from ..group import Group
+from ..layers.linear import shard_parameter
+from ..layers.norm import AcrossRMSNorm, norm_width
+from .spec import ShardSpec
+from .style import Specs, Style
+
+
+class RMSNorm(Style):
+    """`"rms_norm"`: an RMSNorm over a split dim, normalised over the full width."""
+
+    input, output, collective = "split", "split", "all-reduce of squares"
+
+    def specs(self, module: nn.Module) -> Specs:
+        spec = ShardSpec.of(0, norm_width(module))
+        return {name: spec for name, _ in module.named_parameters(recurse=False)}
+
+    def counts(self, module: nn.Module) -> Mapping[str, int]:
+        return {"width": norm_width(module)}
+
+    def payload(self, module: nn.Module) -> int:
+        return 4  # one float32
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        return AcrossRMSNorm.from_norm(module, group=group)
+
+
+class HeadParameters(Style):
+    """`"replicated_with_grad_allreduce"`: whole parameters that each rank applies to its own heads (a q/k norm).
+
+    Their values stay whole; every rank sees the gradient of its own heads only, so the gradients are summed.
+    """
+
+    def watch(self, module: nn.Module, group: Group) -> None:
+        for parameter in module.parameters():
+            sum_gradient(parameter, group)
+
+
+class Divide(Style):
+    """Divides integer attributes of a module (head counts) by the size: `Divide("heads", "kv_heads")`."""
+
+    def __init__(self, *attributes: str) -> None:
+        if not attributes:
+            raise ValueError('Divide needs the names of attributes, as in Divide("heads")')
+        self.attributes = attributes
+
+    def __repr__(self) -> str:
+        return f"Divide({', '.join(map(repr, self.attributes))})"
+
+    def counts(self, module: nn.Module) -> Mapping[str, int]:
+        found = {name: getattr(module, name, None) for name in self.attributes}
+        for name, value in found.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{type(module).__name__}.{name} is {value!r}, not an integer to divide")
+        return cast(Mapping[str, int], found)
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        for name, value in self.counts(module).items():
+            # A count is cut as a dim of that extent is: in equal parts.
+            setattr(module, name, ShardSpec.of(0, value).local_shape([value], group.size)[0])
+        return module
+
+
+@dataclass(frozen=True)
+class _Slicer:
+    """The forward hook of `SliceOutput`, a class so that a sharded model can be copied and pickled."""
+
+    dim: int
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return split(output, self.group, ShardSpec.of(self.dim, output.shape[self.dim]))
+        if isinstance(output, tuple | list):
+            return type(output)(self(module, args, item) for item in output)
+        return output
+
+
+@dataclass(frozen=True)
+class SliceOutput(Style):
+    """Slices the tensors a module returns along `dim`: rotary tables that carry heads or channels."""
+
+    dim: int
+    output = "split"
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        module.register_forward_hook(_Slicer(self.dim, group))
+        return module
+
+
+@dataclass(frozen=True)
+class ShardParameter(Style):
+    """Shards a bare `nn.Parameter` along `dim`; its plan key is the parameter's own path."""
+
+    dim: int
+    blocks: Sequence[int] | None = None
+
+    def parameter_spec(self, parameter: torch.Tensor) -> ShardSpec:
+        if not -parameter.dim() <= self.dim < parameter.dim():
+            raise ValueError(f"it has shape {tuple(parameter.shape)}, without a dim {self.dim}")
+        return ShardSpec.of(self.dim, parameter.shape[self.dim], self.blocks)
+
+    def shard_parameter(self, parameter: nn.Parameter, group: Group) -> nn.Parameter:
+        """This rank's shard, as a parameter of its own."""
+        return shard_parameter(parameter, self.parameter_spec(parameter), group)

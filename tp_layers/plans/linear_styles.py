@@ -1,0 +1,108 @@
+"""The styles of linear layers: colwise and rowwise, plain and packed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..group import Group
+from ..layers.linear import ColwiseLinear, RowwiseLinear
+from .spec import ShardSpec
+from .style import Specs, Style
+
+Blocks = Sequence[int] | Callable[[nn.Linear], Sequence[int]] | None
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    # A subclass with a forward of its own (a quantised or adapter layer) computes something else than x @ w.T + b.
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise ValueError(f"it is a {type(module).__name__}, not a plain nn.Linear")
+    return module
+
+
+@dataclass(frozen=True)
+class _Packed(Style):
+    """A linear layer cut by blocks: proportions or absolute sizes, a callable of the Linear, or left on the Linear."""
+
+    blocks: Blocks = None
+    dim: ClassVar[int]
+    attribute: ClassVar[str]
+
+    def pinned(self, target: Any) -> Style:
+        return replace(self, blocks=self.blocks_of(target)) if callable(self.blocks) else self
+
+    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
+        blocks = self.blocks(linear) if callable(self.blocks) else self.blocks
+        if blocks is None:
+            blocks = getattr(linear, self.attribute, None)
+        if not blocks:
+            raise ValueError(
+                f"{type(self).__name__} has no blocks: pass them, as in {type(self).__name__}([1, 1]), or set "
+                f"`{self.attribute}` on the Linear"
+            )
+        return blocks
+
+
+@dataclass(frozen=True)
+class PackedColwiseParallel(_Packed):
+    """Rows cut block by block: fused qkv, gate and up, or both. Weight and bias hold the same spec."""
+
+    input, output, dim, attribute = "whole", "split", 0, "_tp_packed_col_blocks"
+
+    def specs(self, module: nn.Module) -> Specs:
+        linear = _linear(module)
+        spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear))
+        return {"weight": spec} if linear.bias is None else {"weight": spec, "bias": spec}
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        linear = _linear(module)
+        return ColwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear))
+
+
+@dataclass(frozen=True)
+class PackedRowwiseParallel(_Packed):
+    """Columns cut block by block: the output projection of a concatenated input, such as attention and MLP."""
+
+    input, output, dim, attribute = "split", "whole", 1, "_tp_packed_row_blocks"
+    collective = "all-reduce"
+
+    def specs(self, module: nn.Module) -> Specs:
+        linear = _linear(module)
+        return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear))}
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        linear = _linear(module)
+        return RowwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear))
+
+
+class Colwise(PackedColwiseParallel):
+    """`"colwise"`: the packed style with a single block."""
+
+    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
+        return [1]
+
+
+class ColwiseGather(Colwise):
+    """`"colwise_gather"`: colwise, then all-gathered; for a layer whose reader needs all of it."""
+
+    output, collective = "whole", "all-gather"
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        return ColwiseLinear.from_linear(_linear(module), group=group, gather=True)
+
+
+class Rowwise(PackedRowwiseParallel):
+    """`"rowwise"`: the packed style with a single block."""
+
+    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
+        return [1]
+
+
+class RowwiseSplitInput(Rowwise):
+    """`"rowwise_split_input"`: each rank uses its own part of a whole input."""
+
+    input = "whole"
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        return RowwiseLinear.from_linear(_linear(module), group=group, split_input=True)

@@ -1,0 +1,53 @@
+"""What a style is: the shards of a module's parameters, the module that holds them, and what goes in and out.
+
+A tensor is *whole* (the same on every rank), *split* (each rank its part of the last dim), or a *partial sum*. Every
+style names the state of its input and of its output, so that a plan can be checked before it is carried out.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from ..group import Group
+from .spec import ShardSpec
+
+Specs = dict[str, ShardSpec]
+
+
+class Style:
+    """One entry of a plan. Subclasses say what they shard (`specs`) and carry it out (`shard`)."""
+
+    input: ClassVar[str | None] = None
+    output: ClassVar[str | None] = None
+    # The collective of one forward call, and its bytes per row: what describe() counts.
+    collective: ClassVar[str | None] = None
+
+    def payload(self, module: nn.Module) -> int:
+        """Bytes per row of the input that the collective of `module` (full or sharded) carries."""
+        weight = cast(torch.Tensor, module.weight)
+        return cast(int, module.out_features) * weight.dtype.itemsize
+
+    def specs(self, module: nn.Module) -> Specs:
+        """The spec of every parameter of `module` that is sharded; a meta module is enough.
+
+        Raises:
+            ValueError: the style does not fit the module.
+        """
+        return {}
+
+    def counts(self, module: nn.Module) -> Mapping[str, int]:
+        """Further integers of `module` that the size must divide, by name."""
+        return {}
+
+    def pinned(self, target: Any) -> "Style":
+        """The style for this one module, free of functions, so that it can be sent to another process."""
+        return self
+
+    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+        """The module to put in `module`'s place (possibly itself), holding this rank's shards."""
+        return module
+
+    def watch(self, module: nn.Module, group: Group) -> None:
+        """What is left to do once the parameters of the module `shard` returned hold their values."""
