@@ -69,7 +69,8 @@ def qwenimage(heads: int) -> Inputs:
 def qwenimage_inputs() -> Inputs:
     return dict(
         hidden_states=noise(2, 6, 16), encoder_hidden_states=noise(2, 5, 24, seed=2),
-        timestep=torch.tensor([0.25, 0.5]), encoder_hidden_states_mask=torch.ones(2, 5, dtype=torch.long), img_shapes=[[(1, 2, 3)]] * 2,
+        encoder_hidden_states_mask=torch.ones(2, 5, dtype=torch.long), timestep=torch.tensor([0.25, 0.5]),
+        img_shapes=[[(1, 2, 3)]] * 2,
     )  # fmt: skip
 
 

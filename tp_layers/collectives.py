@@ -41,8 +41,8 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, consumer: str) -> torch.Tensor:
         ctx.group, ctx.consumer = group, consumer
-        ctx.mark_dirty(x)
-        return _sum(x, group)
+        # `x` is given up to the call. It is often a view (of F.linear's 2-D product), which mark_dirty does not allow.
+        return _sum(x, group).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

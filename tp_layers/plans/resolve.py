@@ -176,7 +176,7 @@ def _head_norms(model: nn.Module, matches: list[Match]) -> list[str]:
         rows, columns = zip(*(shape for parent, shape in projections if parent == path), strict=True)
         readers = [shape for item, shape in linears if item.style.input == "split" and item.path.startswith(prefix)]
         outer = {*columns, *(shape[0] for shape in readers)}
-        heads = {row / count for row in rows for count in _heads(module).values()}
+        heads = {max(rows) / count for name, count in _heads(module).items() if name in HEADS}
         for name, child in module.named_children():
             width = _norm_width(child)
             inner = width in heads or width not in outer
