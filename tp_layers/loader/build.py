@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .index import Entry
 
@@ -18,13 +19,16 @@ def _meta_parameters() -> Iterator[None]:
     """Within it, a parameter moves to meta the moment a module registers it.
 
     Under `torch.device("meta")` buffers and plain tensor attributes (rotary tables) would stay meta too. A parameter
-    that is registered a second time is tied, and stays the same object.
+    that is registered a second time is tied, and becomes the same object again.
     """
     register = nn.Module.register_parameter
+    moved = WeakIdKeyDictionary()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            if param not in moved:
+                moved[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            param = moved[param]
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
@@ -102,33 +106,30 @@ def final_dtype(model: nn.Module, name: str, stored: torch.dtype, dtype: torch.d
 
 
 class Places:
-    """Where each parameter of a model is registered: a tied one in several places, all filled with one object."""
+    """Where each parameter and buffer of a model is registered: a tied one in several places, all filled alike."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                self._places.setdefault(id(parameter), []).append((module, name))
+            for owner in (module._parameters, module._buffers):
+                for name, tensor in owner.items():
+                    self._places.setdefault(id(tensor), []).append((owner, name))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Makes `tensor` the parameter or buffer called `name`."""
         path, _, attribute = name.rpartition(".")
         module = self._model.get_submodule(path)
-        if attribute in module._buffers:
-            module._buffers[attribute] = tensor
-            return
-        old = module._parameters[attribute]
-        new = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
+        old = module._parameters[attribute] if attribute in module._parameters else module._buffers[attribute]
+        new = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
         places = self._places.pop(id(old))
         for owner, own_name in places:
-            owner._parameters[own_name] = new
+            owner[own_name] = new
         self._places[id(new)] = places
 
 
 def set_dtypes(model: nn.Module, entries: dict[str, Entry], dtype: torch.dtype | None) -> None:
-    """Gives each meta parameter its final dtype, so that a description of the model is exact."""
-    places, parameters = Places(model), dict(model.named_parameters(remove_duplicate=False))
+    """Gives each stored tensor's parameter or buffer its final dtype, so that a description of the model is exact."""
+    places, state = Places(model), model.state_dict()
     for name, entry in entries.items():
-        if name in parameters:
-            places.put(name, parameters[name].detach().to(final_dtype(model, name, entry.dtype, dtype)))
+        places.put(name, state[name].to(final_dtype(model, name, entry.dtype, dtype)))

@@ -64,12 +64,12 @@ def read_index(folder: Path) -> dict[str, Entry]:
 def _read_several(index: Path) -> dict[str, Entry]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = set(weight_map.values())
+        names = sorted(set(weight_map.values()))
+        paths = {name: PurePosixPath(name) for name in names}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not a checkpoint index: {error!r}") from error
     headers = {}
-    for name in sorted(names):
-        path = PurePosixPath(name)
+    for name, path in paths.items():
         # The name alone is checked: in a hub's cache the file itself is a link that leaves the folder.
         if path.is_absolute() or ".." in path.parts or "\\" in name:
             raise ValueError(f"{index} names '{name}', which lies outside its folder")

@@ -137,6 +137,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not the config of a model: it holds a {type(config).__name__}")
     if config.get("quantization_config") is not None:
         raise ValueError(f"{file} has a quantization_config: {REFUSED['quantization_config']}")
     return config

@@ -70,6 +70,9 @@ def _walk(module: nn.Module, atoms: list[str], path: str) -> Iterator[tuple[str,
     atom, rest = atoms[0], atoms[1:]
     if not rest and atom in module._parameters and module._parameters[atom] is not None:
         yield f"{path}.{atom}".lstrip("."), module._parameters[atom]  # type: ignore[misc]
+    if not rest and atom in getattr(module, "parametrizations", ()):
+        where = f"{path}.{atom}".lstrip(".")
+        raise ValueError(f"'{where}' is parametrised, so it is computed; remove the parametrisation first")
     # Not named_children(), which leaves out the second name of a module.
     for name, child in module._modules.items():
         if child is None or atom not in ("*", name):
