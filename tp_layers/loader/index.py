@@ -64,8 +64,7 @@ def read_index(folder: Path) -> dict[str, Entry]:
 def _read_several(index: Path) -> dict[str, Entry]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-        paths = {name: PurePosixPath(name) for name in names}
+        paths = {name: PurePosixPath(name) for name in sorted(set(weight_map.values()))}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not a checkpoint index: {error!r}") from error
     headers = {}

@@ -17,7 +17,7 @@ from ..plans.registry import plan_for
 from ..plans.resolve import resolve
 from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
 from .build import Places, build, check_keys, set_dtypes
-from .index import Entry, read_index
+from .index import STEMS, Entry, read_index
 from .read import reader
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,10 @@ def find_folder(path: str | Path, subfolder: str | None) -> Path:
         except ImportError as error:
             raise FileNotFoundError(f"{path} is not a folder; repository ids need huggingface_hub") from error
         inside = f"{subfolder}/" if subfolder else ""
-        folder = Path(snapshot_download(str(path), allow_patterns=[f"{inside}*.json", f"{inside}*.safetensors"]))
+        # A pattern's `*` stands for slashes too: as a prefix it would fetch every component of a pipeline.
+        ends = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")
+        names = ["config.json", *(stem + end for stem in STEMS for end in ends)]
+        folder = Path(snapshot_download(str(path), allow_patterns=[inside + name for name in names]))
     folder = folder / subfolder if subfolder else folder
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -45,10 +46,10 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     Args:
         model: sharded by `apply` or `load`.
         path: a folder, made if needed, on rank 0's machine.
-        max_shard_size: bytes of a file at most, as a number or as in "5GB"; a larger tensor has a file of its own.
+        max_shard_size: bytes of tensors a file holds at most, a number or as in "5GB"; a larger one has its own file.
 
     Raises:
-        ValueError: the model is not sharded by this package, or the size is not one.
+        ValueError: the model is not sharded by this package, a dtype cannot be stored, or the size is not one.
         OSError: rank 0 cannot write; raised on every rank, and a checkpoint that was there is as it was.
     """
     sharding = sharding_of(model)
@@ -59,17 +60,17 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     files = _plan_files(_stored(model, sharding), limit)
     problem = ""
     writer = _Writer(model, folder, files) if group.rank == 0 else None
+    state = model.state_dict()
     for number, stored in enumerate(files):
-        for item, full in _gather(model, stored, group):
-            if writer is None or problem:
-                continue
-            try:
-                writer.write(number, item, full)
-            except OSError as error:
-                # The others are sending: their shards are taken to the end, and all ranks raise together.
-                problem = f"cannot write the checkpoint to {folder}: {error}"
+        for item in stored:
+            full = _gather(state[item.name], item, group)
+            if writer is not None and not problem:
+                # The others are sending: after a failure their shards are taken to the end, and all ranks raise.
+                problem = _attempt(folder, writer.write, number, item, full)
+            # Freed before the next one is put together.
+            del full
     if writer is not None:
-        problem = problem or writer.finish()
+        problem = problem or _attempt(folder, writer.finish)
         if problem:
             writer.discard()
     problem = broadcast_text(problem, group)
@@ -98,6 +99,8 @@ def _stored(model: nn.Module, sharding: Sharding) -> list[_Stored]:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"'{name}' is {tensor.dtype}, which safetensors files cannot hold")
         spec = sharding.resolved.specs.get(name)
         shape = tuple(tensor.shape) if spec is None else spec.full_shape(tensor.shape)
         found.append(_Stored(name, shape, tensor.dtype, spec))
@@ -114,22 +117,27 @@ def _plan_files(stored: list[_Stored], limit: int) -> list[list[_Stored]]:
     return [sorted(file, key=lambda item: -item.dtype.itemsize) for file in files]
 
 
-def _gather(model: nn.Module, stored: list[_Stored], group: Group) -> Iterator[tuple[_Stored, torch.Tensor | None]]:
-    """Each tensor, full on rank 0's CPU, None on the others."""
-    state = model.state_dict()
-    for item in stored:
-        own = state[item.name].detach()
-        if item.spec is None:
-            yield item, own.cpu() if group.rank == 0 else None
-        elif group.rank == 0:
-            full = torch.empty(item.shape, dtype=item.dtype)
-            item.spec.put(own, full, 0, group.size)
-            for rank in range(1, group.size):
-                item.spec.put(receive(torch.empty_like(own), group, rank), full, rank, group.size)
-            yield item, full
-        else:
-            send(own, group, 0)
-            yield item, None
+def _gather(own: torch.Tensor, item: _Stored, group: Group) -> torch.Tensor | None:
+    """The full tensor on rank 0's CPU, None on the others."""
+    if item.spec is None:
+        return own.cpu() if group.rank == 0 else None
+    if group.rank != 0:
+        send(own, group, 0)
+        return None
+    full = torch.empty(item.shape, dtype=item.dtype)
+    item.spec.put(own, full, 0, group.size)
+    for rank in range(1, group.size):
+        item.spec.put(receive(torch.empty_like(own), group, rank), full, rank, group.size)
+    return full
+
+
+def _attempt(folder: Path, action: Callable[..., None], *args: Any) -> str:
+    """Does it, and returns what went wrong, if anything. Whatever that is, the other ranks must hear of it."""
+    try:
+        action(*args)
+    except Exception as error:
+        return f"cannot write the checkpoint to {folder}: {error}"
+    return ""
 
 
 class _Writer:
@@ -149,22 +157,20 @@ class _Writer:
         assert self._stream is not None and full is not None
         self._stream.write(full.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def finish(self) -> str:
-        """Puts the files, the index and the config in place; returns what went wrong, if anything."""
-        try:
-            self._close()
-            for number in range(len(self.files)):
-                os.replace(self.folder / (self.name(number) + self.mark), self.folder / self.name(number))
-            self._write_index()
-            self._write_config()
-        except OSError as error:
-            return f"cannot write the checkpoint to {self.folder}: {error}"
-        return ""
+    def finish(self) -> None:
+        """Puts the files, the index and the config in place."""
+        self._close()
+        for number in range(len(self.files)):
+            os.replace(self.folder / (self.name(number) + self.mark), self.folder / self.name(number))
+        self._write_index()
+        self._write_config()
 
     def discard(self) -> None:
         """Removes what is not complete."""
         if self._stream is not None:
-            self._stream.close()
+            # On a full disk closing fails too, as it writes what is buffered.
+            with suppress(OSError):
+                self._stream.close()
         for file in self.folder.glob(f"*{self.mark}"):
             file.unlink(missing_ok=True)
 

@@ -109,6 +109,7 @@ REFUSED = {
     "push_to_hub": ("be pushed", "call tp_layers.save(model, path) and push that folder"),
     "add_adapter": _ADAPTER,
     "load_lora_adapter": _ADAPTER,
+    "load_adapter": _ADAPTER,
     "enable_group_offload": _OFFLOAD,
     "enable_layerwise_casting": (
         "be cast layer by layer",

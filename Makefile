@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help setup demo test test-slow test-all lint bench clean
+
+help:
+	@echo "make demo      shard a FLUX.2 model over two CPU ranks and compare it with one (3 minutes)"
+	@echo "make test      lint, types and the tests (15 minutes at most)"
+	@echo "make test-all  the same and the slow tests"
+	@echo "make bench     microbenchmarks of the layers"
+
+setup: $(READY)
+
+$(READY): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(READY)
+	TRANSFORMERS_VERBOSITY=error $(BIN)/python examples/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-all: test test-slow
+
+bench: $(READY)
+	$(BIN)/python -m pytest bench --benchmark-enable
+
+clean:
+	rm -rf .venv build dist *.egg-info
