@@ -16,6 +16,9 @@ from tp_layers.group import Group
 
 WIDTH, INNER = 64, 256
 
+# A second thread costs more to start than these products take.
+torch.set_num_threads(1)
+
 
 def pair(kind: str) -> nn.Module:
     """An MLP of torch's layers, or of the sharded ones on one rank."""

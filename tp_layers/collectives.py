@@ -41,8 +41,9 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, consumer: str) -> torch.Tensor:
         ctx.group, ctx.consumer = group, consumer
-        # `x` is given up to the call. It is often a view (of F.linear's 2-D product), which mark_dirty does not allow.
-        return _sum(x, group).view_as(x)
+        # `x` is given up to the call. It is often a view (of F.linear's 2-D product), which mark_dirty does not allow;
+        # nor could the caller change a view made here in place.
+        return _sum(x, group).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

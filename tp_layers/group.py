@@ -32,27 +32,27 @@ class Group:
         """
         if isinstance(group, Group):
             return group
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"tensor parallelism needs one axis of a mesh, got the {group.ndim} axes {group.mesh_dim_names}: "
-                    f"pass one of them, such as mesh['tp']"
-                )
-            group = group.get_group()
-        if group is None:
-            if not (dist.is_available() and dist.is_initialized()):
-                return cls(device=_accelerator() or CPU)
-            group = dist.group.WORLD
-        rank = -1 if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
-        if group is None or rank < 0:
-            raise ValueError(
-                "this process is not a member of the given group: shard only on the ranks that belong to it"
-            )
-        return cls(rank, dist.get_world_size(group), _device(group), group)
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return cls(device=_accelerator() or CPU)
+        found = _axis(group) if isinstance(group, DeviceMesh) else dist.group.WORLD if group is None else group
+        rank = -1 if found is None or found == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(found)
+        if found is None or rank < 0:
+            raise ValueError("this process is not a member of the given group: shard only on the ranks that are")
+        return cls(rank, dist.get_world_size(found), _device(found), found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         # A process group is a connection, which a copied model shares with its original.
         return self
+
+
+def _axis(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The process group of a 1-D mesh; None for a process outside it."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"tensor parallelism needs one axis of a mesh, got the {mesh.ndim} axes {mesh.mesh_dim_names}: "
+            f"pass one of them, such as mesh['tp']"
+        )
+    return None if mesh.get_coordinate() is None else mesh.get_group()
 
 
 def _accelerator() -> torch.device | None:

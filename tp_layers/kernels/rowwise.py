@@ -21,12 +21,14 @@ class _Rowwise(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add_bias: bool) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return rowwise_reference(x, weight, bias if add_bias else None)
+        # F.linear may return a view of a 2-D product, which the caller could not change in place.
+        return rowwise_reference(x, weight, bias if add_bias else None).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        x, weight = ctx.saved_tensors
+        # Under autocast the product was taken, and its gradient comes, in a narrower dtype than the parameters'.
+        x, weight = (saved.to(grad.dtype) for saved in ctx.saved_tensors)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None

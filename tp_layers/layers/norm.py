@@ -1,5 +1,6 @@
 """`AcrossRMSNorm`: an RMSNorm over a dim whose channels are split over the ranks."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -58,7 +59,8 @@ class AcrossRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., D / size]` -> the same shape and dtype as the norm it replaces."""
         squares = all_reduce(sum_of_squares(x), self.group, consumer="split")
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        # torch's default is the epsilon of the dtype it computes in, float32 for half precision, not of x's.
+        eps = torch.finfo(squares.dtype).eps if self.eps is None else self.eps
         return scale(x, squares, self.spec.length, eps, self.weight, self.bias, self.round_first)
 
     def extra_repr(self) -> str:
@@ -72,9 +74,11 @@ def norm_width(norm: nn.Module) -> int:
     Raises:
         ValueError: `norm` is neither, or normalises several dims.
     """
-    shape = getattr(norm, "normalized_shape", None) if isinstance(norm, nn.RMSNorm) else getattr(norm, "dim", None)
-    if type(norm).__name__ != "RMSNorm" or shape is None:
-        raise ValueError(f"'rms_norm' shards torch.nn.RMSNorm and diffusers' RMSNorm, not {type(norm).__name__}")
+    home, name = type(norm).__module__, type(norm).__name__
+    # Many a library has an RMSNorm of its own, with another formula (1 + weight) under the same name.
+    if name != "RMSNorm" or home not in ("torch.nn.modules.normalization", "diffusers.models.normalization"):
+        raise ValueError(f"'rms_norm' shards torch.nn.RMSNorm and diffusers' RMSNorm, not {name} of {home}")
+    shape = cast(Sequence[int], norm.normalized_shape if isinstance(norm, nn.RMSNorm) else norm.dim)
     if len(shape) != 1:
         raise ValueError(f"'rms_norm' shards a norm over one dim, this one is over {tuple(shape)}")
     return int(shape[0])

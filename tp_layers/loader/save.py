@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -141,12 +142,12 @@ def _attempt(folder: Path, action: Callable[..., None], *args: Any) -> str:
 
 
 class _Writer:
-    """Writes safetensors files under names of their own, and renames them when all are complete."""
+    """Writes a checkpoint into a folder of its own inside the final one, and moves its files when all are complete."""
 
     def __init__(self, model: nn.Module, folder: Path, files: list[list[_Stored]]) -> None:
         self.model, self.folder, self.files = model, folder, files
         self.stem = "diffusion_pytorch_model" if hasattr(model, "save_config") else "model"
-        self.mark = f".{uuid.uuid4().hex[:12]}.tmp"
+        self.unfinished = folder / f".{uuid.uuid4().hex[:12]}.tmp"
         self._stream: IO[bytes] | None = None
         self._number = -1
 
@@ -158,12 +159,19 @@ class _Writer:
         self._stream.write(full.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Puts the files, the index and the config in place."""
+        """Adds the index and the config, puts all files in place, and removes those of an earlier checkpoint."""
         self._close()
-        for number in range(len(self.files)):
-            os.replace(self.folder / (self.name(number) + self.mark), self.folder / self.name(number))
         self._write_index()
         self._write_config()
+        # Weights first: an old index still finds its own files then.
+        made = sorted(self.unfinished.iterdir(), key=lambda file: file.suffix != ".safetensors")
+        for file in made:
+            os.replace(file, self.folder / file.name)
+        self.unfinished.rmdir()
+        ours = re.compile(rf"{self.stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+        for file in self.folder.iterdir():
+            if ours.fullmatch(file.name) and file.name not in {new.name for new in made}:
+                file.unlink()
 
     def discard(self) -> None:
         """Removes what is not complete."""
@@ -171,17 +179,16 @@ class _Writer:
             # On a full disk closing fails too, as it writes what is buffered.
             with suppress(OSError):
                 self._stream.close()
-        for file in self.folder.glob(f"*{self.mark}"):
-            file.unlink(missing_ok=True)
+        shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def name(self, number: int) -> str:
-        """The final name of file `number`."""
+        """The name of file `number`."""
         several = f"-{number + 1:05d}-of-{len(self.files):05d}" if len(self.files) > 1 else ""
         return f"{self.stem}{several}.safetensors"
 
     def _start(self, number: int) -> None:
         self._close()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.unfinished.mkdir(parents=True, exist_ok=True)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for item in self.files[number]:
@@ -190,7 +197,7 @@ class _Writer:
             offset += item.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._stream = open(self.folder / (self.name(number) + self.mark), "wb")  # noqa: SIM115
+        self._stream = open(self.unfinished / self.name(number), "wb")  # noqa: SIM115
         self._stream.write(len(text).to_bytes(8, "little") + text)
         self._number = number
 
@@ -202,26 +209,15 @@ class _Writer:
             self._stream = None
 
     def _write_index(self) -> None:
-        index = self.folder / f"{self.stem}.safetensors.index.json"
-        names = {self.name(number) for number in range(len(self.files))}
         if len(self.files) > 1:
             weight_map = {item.name: self.name(number) for number, file in enumerate(self.files) for item in file}
             total = sum(item.nbytes for file in self.files for item in file)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-            temporary = self.folder / (index.name + self.mark)
-            temporary.write_text(text + "\n")
-            os.replace(temporary, index)
-        else:
-            index.unlink(missing_ok=True)
-        # What an earlier save left, and no index names any more.
-        pattern = re.compile(rf"{self.stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-        for file in self.folder.iterdir():
-            if pattern.fullmatch(file.name) and file.name not in names:
-                file.unlink()
+            (self.unfinished / f"{self.stem}.safetensors.index.json").write_text(text + "\n")
 
     def _write_config(self) -> None:
         model: Any = self.model
         if hasattr(model, "save_config"):
-            model.save_config(self.folder)
+            model.save_config(self.unfinished)
         elif hasattr(getattr(model, "config", None), "save_pretrained"):
-            model.config.save_pretrained(self.folder)
+            model.config.save_pretrained(self.unfinished)

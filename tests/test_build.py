@@ -1,0 +1,276 @@
+"""The model before its weights: parameters on meta in their final dtypes, everything else as from_pretrained has it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from families import FAMILIES
+from tp_layers.loader.build import Places, build, check_keys, final_dtype, set_dtypes
+from tp_layers.loader.index import Entry
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+class Toy(ModelMixin, ConfigMixin):
+    """A pair that can be sharded, two tied Linears, a parameter registered twice, buffers, and tables in attributes."""
+
+    _keep_in_fp32_modules = None
+
+    @register_to_config
+    def __init__(self, width: int = 6, hidden: int = 8):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.embed, self.head = nn.Linear(width, 5, bias=False), nn.Linear(width, 5)
+        self.head.weight = self.embed.weight
+        shift = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.shift = shift
+        self.same_shift = shift
+        self.register_buffer("scale", torch.linspace(0, 1, width))
+        self.register_buffer("exact", torch.linspace(0, 1, width, dtype=torch.float64))
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("table", torch.linspace(0, 1, hidden).cos(), persistent=False)
+        self.rope = [torch.linspace(0, 2, hidden).sin(), torch.arange(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [.., width]` -> `[.., 5]`."""
+        x = x * self.scale + self.down(torch.relu(self.up(x))) + self.shift + self.same_shift
+        return self.head(x) + self.embed(x)
+
+
+class Touched(TorchDispatchMode):
+    """Bytes of the largest CPU storage that any operation works on.
+
+    Making an empty tensor is no work (the system maps its memory on the first write), nor is moving it to meta.
+    """
+
+    IDLE = ("aten.empty.", "aten.detach.")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        to_meta = (kwargs or {}).get("device") == torch.device("meta")
+        if not to_meta and not str(func).startswith(self.IDLE):
+            for item in tree_leaves([args, kwargs or {}, result]):
+                if isinstance(item, torch.Tensor) and item.device.type == "cpu":
+                    self.nbytes = max(self.nbytes, item.untyped_storage().nbytes())
+        return result
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of CPU storages, made by operations since it began, that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self._storages([args, kwargs])
+        result = func(*args, **(kwargs or {}))
+        made = {key: value for key, value in self._storages(result).items() if key not in before}
+        self._known = {key: held for key, held in (self._known | made).items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._known.values()))
+        return result
+
+    @staticmethod
+    def _storages(tree: Any) -> dict[int, tuple[StorageWeakRef, int]]:
+        tensors = [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in storages}
+
+
+def attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model that are no parameters: buffers, and those its modules hold in plain attributes."""
+    found = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or isinstance(value, nn.Module):
+                continue
+            leaves = [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
+            found |= {f"{path}.{name}.{number}": item for number, item in enumerate(leaves)}
+    return found
+
+
+def under(dtype: torch.dtype | None, model_class: type[nn.Module], config: dict[str, Any]) -> nn.Module:
+    """What from_pretrained builds before it reads: the model under that default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        return model_class.from_config(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def entries(**tensors: torch.Tensor) -> dict[str, Entry]:
+    """Entries of one file in the order given; `__` in a name stands for a dot."""
+    return {
+        name.replace("__", "."): Entry(Path("x"), tensor.dtype, tuple(tensor.shape), 100 * number)
+        for number, (name, tensor) in enumerate(tensors.items())
+    }
+
+
+def entries_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
+    """The entries of a checkpoint of `model`, floating-point tensors in `dtype`, the tied head left out."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ("head.weight", "same_shift")}
+    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    return entries(**{name.replace(".", "__"): tensor for name, tensor in cast.items()})
+
+
+DTYPES = [None, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["no dtype", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", ["Toy", *FAMILIES])
+def test_only_parameters_are_on_meta(name, dtype):
+    model_class = Toy if name == "Toy" else getattr(diffusers, name)
+    config = {} if name == "Toy" else FAMILIES[name].config(4)
+    model, wanted = build(model_class, config, dtype), under(dtype, model_class, config)
+    shapes = {key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in wanted.named_parameters()}
+    assert {key: (it.shape, it.dtype, it.requires_grad) for key, it in model.named_parameters()} == shapes
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.training and not any(module.training for module in model.modules())
+    assert list(model.state_dict()) == list(wanted.state_dict())
+    got, wanted = attributes(model), attributes(wanted)
+    assert got.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert got[key].dtype == tensor.dtype and torch.equal(got[key], tensor), key
+
+
+def test_float8_is_no_default_dtype():
+    # diffusers too builds such a model in float32 and casts it afterwards.
+    model = build(Toy, {}, torch.float8_e4m3fn)
+    assert model.scale.dtype == model.up.weight.dtype == torch.float32
+
+
+def test_tied_parameters_stay_one():
+    model = build(Toy, {})
+    assert model.head.weight is model.embed.weight
+    assert model.same_shift is model.shift and not model.shift.requires_grad
+
+
+def test_building_leaves_torch_as_it_was():
+    class Broken(Toy):
+        def __init__(self):
+            super().__init__()
+            raise RuntimeError("broken")
+
+    register = nn.Module.register_parameter
+    build(Toy, {}, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="broken"):
+        build(Broken, {}, torch.bfloat16)
+    assert nn.Module.register_parameter is register
+    assert torch.get_default_dtype() == torch.float32
+    assert not nn.Linear(2, 3).weight.is_meta
+
+
+def test_building_runs_no_initialisers_and_fills_no_memory():
+    with Touched() as touched, Live() as live:
+        model = build(Toy, {"width": 512, "hidden": 1024})
+    largest = model.up.weight.numel() * 4
+    # A table of 1024 numbers, against a weight of 512 * 1024; of the weights, one at a time has (unused) addresses.
+    assert touched.nbytes <= 1024 * 8 < largest
+    assert largest <= live.peak < 1.05 * largest
+    with Touched() as touched:
+        nn.Linear(512, 1024)
+    assert touched.nbytes == largest
+
+
+def test_a_class_without_a_config_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Linear has no from_config: .*build others yourself and call tp_layers\.apply"
+    ):
+        build(nn.Linear, {})
+
+
+def test_keys_come_in_the_order_of_the_files():
+    model = build(Toy, {})
+    made = entries_of(model)
+    order = list(made)
+    made = {name: made[name] for name in reversed(order)}
+    assert list(check_keys(model, made)) == order
+    elsewhere = made[order[0]]
+    made[order[0]] = Entry(Path("y"), elsewhere.dtype, elsewhere.shape, 0)
+    assert list(check_keys(model, made)) == [*order[1:], order[0]]
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+def test_one_entry_of_tied_parameters_is_enough(kept):
+    model = build(Toy, {})
+    made = entries_of(model)
+    made[kept] = made.pop("embed.weight")
+    assert set(check_keys(model, made)) == set(made)
+    del made[kept]
+    with pytest.raises(ValueError, match=r"the checkpoint lacks \['embed\.weight'\], which Toy needs"):
+        check_keys(model, made)
+
+
+KEEPING = type("Keeping", (Toy,), {"_keep_in_fp32_modules": ["up", "scale"]})
+KEEPING_ONE = type("KeepingOne", (Toy,), {"_keep_in_fp32_modules": "up"})
+HALF, FLOAT, FLOAT8 = torch.bfloat16, torch.float32, torch.float8_e5m2
+RULES = {
+    "no dtype: as stored": (Toy, "up.weight", HALF, None, HALF),
+    "no dtype: as stored, also where float32 is kept": (KEEPING, "up.weight", HALF, None, HALF),
+    "cast down": (Toy, "up.weight", FLOAT, HALF, HALF),
+    "cast up": (Toy, "up.weight", HALF, FLOAT, FLOAT),
+    "kept in float32": (KEEPING, "up.weight", FLOAT, HALF, FLOAT),
+    "kept in float32, from less": (KEEPING, "up.weight", HALF, HALF, FLOAT),
+    "kept by the name of a buffer": (KEEPING, "scale", HALF, HALF, FLOAT),
+    "kept by a single name": (KEEPING_ONE, "up.bias", FLOAT, HALF, FLOAT),
+    "a name that contains the kept one": (KEEPING, "upper.weight", FLOAT, HALF, HALF),
+    "integers": (Toy, "steps", torch.int64, HALF, torch.int64),
+    "bool": (Toy, "steps", torch.bool, HALF, torch.bool),
+    "float8": (Toy, "up.weight", FLOAT8, HALF, FLOAT8),
+    "float8, also where float32 is kept": (KEEPING, "up.weight", FLOAT8, HALF, FLOAT8),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_final_dtype(rule):
+    model_class, name, stored, asked, wanted = RULES[rule]
+    assert final_dtype(build(model_class, {}), name, stored, asked) == wanted
+
+
+@pytest.mark.parametrize("asked", [None, torch.float16], ids=["as stored", "float16"])
+def test_parameters_and_buffers_get_their_final_dtypes(asked):
+    model = build(KEEPING, {}, asked)
+    made = entries_of(model, torch.bfloat16)
+    set_dtypes(model, made, asked)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        kept = torch.bfloat16 if asked is None else torch.float32 if name[:2] in ("up", "sc") else asked
+        assert tensor.dtype == (torch.int64 if name == "steps" else kept), name
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight and model.same_shift is model.shift
+    assert not model.shift.requires_grad and model.up.weight.requires_grad
+    assert torch.equal(model.steps, torch.arange(3)) and model.table.dtype == (asked or torch.float32)
+
+
+def test_a_tensor_goes_to_every_place_of_the_one_it_replaces():
+    model = Toy()
+    model.up.register_buffer("scale", model.scale)
+    places = Places(model)
+    for name in ("head.weight", "embed.weight", "shift", "scale"):
+        value = torch.full_like(model.state_dict()[name], 3.0)
+        places.put(name, value)
+        assert model.state_dict()[name].data_ptr() == value.data_ptr()
+    assert model.head.weight is model.embed.weight and isinstance(model.head.weight, nn.Parameter)
+    assert model.shift is model.same_shift and not model.shift.requires_grad
+    assert model.scale is model.up.scale and type(model.scale) is torch.Tensor
+
+
+def test_a_config_from_a_file_is_that_of_the_class(tmp_path):
+    Toy(width=10).save_config(tmp_path)
+    model = build(Toy, json.loads((tmp_path / "config.json").read_text()))
+    assert model.config.width == 10 and model.up.in_features == 10

@@ -1,0 +1,316 @@
+"""What cannot be sharded right is refused before it is touched, and a sharded model refuses what would go wrong."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.hooks import apply_group_offloading
+from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+
+from families import FAMILIES
+from test_resolve import refused
+from tp_layers import Divide, ShardParameter, SliceOutput, apply
+from tp_layers.group import Group
+
+FLUX = FAMILIES["FluxTransformer2DModel"]
+TWO = Group(0, 2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)
+        self.rest, self.rope, self.heads = nn.Linear(8, 8), nn.Identity(), 4
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+
+PLAN = {
+    "blocks.*.up": "colwise",
+    "blocks.*.norm": "rms_norm",
+    "blocks.*.down": "rowwise",
+    "blocks.*.scale": ShardParameter(0),
+    "blocks.*.rope": SliceOutput(-1),
+    "blocks.*": Divide("heads"),
+}
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class BaseTunerLayer:
+    """Stands for the base class of an adapter library, which is known by its name."""
+
+
+class LoraLinear(nn.Linear, BaseTunerLayer):
+    pass
+
+
+class Packed(torch.Tensor):
+    """A weight in a layout of its own."""
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def parameter_of_subclass():
+    return nn.Parameter(torch.ones(8, 8).as_subclass(Packed), requires_grad=False)
+
+
+def integer_parameter():
+    return nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+
+
+def set_on(path, name, value):
+    return lambda model: setattr(model.get_submodule(path), name, value() if callable(value) else value)
+
+
+def call_on(path, function):
+    return lambda model: function(model.get_submodule(path))
+
+
+ONE, REST = "blocks.1.up", "blocks.1.rest"
+
+# What is done to the model, and what the refusal says.
+STATES = {
+    "sharded_by_this_package": (
+        lambda model: apply(model, PLAN, group=Group()),
+        ["cannot shard this Toy: it is sharded already", "tp_layers.save"],
+    ),
+    "sharded_by_diffusers": (
+        set_on("", "_parallel_config", ParallelConfig(tensor_parallel_config=TensorParallelConfig())),
+        ["diffusers has sharded it already", "parallel_config"],
+    ),
+    "marked_as_quantised": (set_on("", "is_quantized", True), ["it is quantised", "load it unquantised"]),
+    "with_a_quantiser": (set_on("", "hf_quantizer", SimpleNamespace()), ["it is quantised", "load it unquantised"]),
+    "a_linear_of_a_quantiser": (
+        set_on("blocks.1", "up", lambda: OwnLinear(8, 8)),
+        ["'blocks.1.up': it is a OwnLinear, not a plain nn.Linear"],
+    ),
+    "an_integer_weight": (
+        set_on(ONE, "weight", integer_parameter),
+        ["'blocks.1.up.weight' is a Tensor of torch.int8, not a plain floating-point tensor"],
+    ),
+    "a_weight_of_a_tensor_subclass": (
+        set_on(ONE, "weight", parameter_of_subclass),
+        ["'blocks.1.up.weight' is a Packed of torch.float32, not a plain floating-point tensor"],
+    ),
+    "offloaded_by_accelerate": (set_on(REST, "_hf_hook", SimpleNamespace()), ["accelerate offloads 'blocks.1.rest'"]),
+    "placed_by_a_device_map": (set_on("", "hf_device_map", lambda: {"": "cpu"}), ["accelerate has placed it"]),
+    "an_adapter": (
+        set_on("blocks.1", "rest", lambda: LoraLinear(8, 8)),
+        ["'blocks.1.rest' carries an adapter (LoRA)", "fuse or unload it first"],
+    ),
+    "a_compiled_block": (
+        lambda model: model.blocks.__setitem__(1, torch.compile(model.blocks[1])),
+        ["'blocks.1' is compiled; shard first"],
+    ),
+    "a_block_compiled_in_place": (call_on("blocks.1", nn.Module.compile), ["'blocks.1' is compiled; shard first"]),
+    "the_model_compiled_in_place": (call_on("", nn.Module.compile), ["it is compiled; shard first"]),
+    "weight_norm": (
+        call_on(ONE, parametrizations.weight_norm),
+        ["'blocks.1.up' is parametrised, its 'weight' is computed", "remove the parametrisation"],
+    ),
+    "a_parametrised_weight": (
+        call_on("blocks.1.down", lambda module: parametrize.register_parametrization(module, "weight", Double())),
+        ["'blocks.1.down' is parametrised, its 'weight' is computed"],
+    ),
+    "a_parametrised_bias_of_a_colwise": (
+        call_on(ONE, lambda module: parametrize.register_parametrization(module, "bias", Double())),
+        ["'blocks.1.up' is parametrised, its 'bias' is computed"],
+    ),
+    "a_parametrised_bias_of_a_rowwise": (
+        call_on("blocks.1.down", lambda module: parametrize.register_parametrization(module, "bias", Double())),
+        ["'blocks.1.down' is parametrised, its 'bias' is computed"],
+    ),
+    "a_parametrised_norm": (
+        call_on("blocks.1.norm", lambda module: parametrize.register_parametrization(module, "weight", Double())),
+        ["'blocks.1.norm'", "'rms_norm' shards torch.nn.RMSNorm and diffusers' RMSNorm, not ParametrizedRMSNorm"],
+    ),
+    "a_parametrised_bare_parameter": (
+        call_on("blocks.1", lambda module: parametrize.register_parametrization(module, "scale", Double())),
+        ["'blocks.1.scale' is parametrised, so it is computed"],
+    ),
+    "weight_norm_by_a_hook": (call_on(ONE, weight_norm), ["'blocks.1.up' is parametrised, its 'weight' is computed"]),
+    "spectral_norm_by_a_hook": (call_on(ONE, spectral_norm), ["'blocks.1.up' is parametrised"]),
+    "bias_norm_by_a_hook": (
+        call_on("blocks.1.down", lambda module: weight_norm(module, "bias", dim=None)),
+        ["'blocks.1.down' has hooks"],
+    ),
+    "a_forward_hook": (
+        call_on(ONE, lambda module: module.register_forward_hook(lambda *args: None)),
+        ["'blocks.1.up' has hooks, which its sharded layer would drop"],
+    ),
+    "a_forward_pre_hook": (
+        call_on("blocks.1.down", lambda module: module.register_forward_pre_hook(lambda *args: None)),
+        ["'blocks.1.down' has hooks"],
+    ),
+    "a_backward_hook": (
+        call_on(ONE, lambda module: module.register_full_backward_hook(lambda *args: None)),
+        ["'blocks.1.up' has hooks"],
+    ),
+    "a_backward_pre_hook": (
+        call_on("blocks.1.norm", lambda module: module.register_full_backward_pre_hook(lambda *args: None)),
+        ["'blocks.1.norm' has hooks"],
+    ),
+    "a_forward_put_on_the_module": (
+        lambda model: setattr(model.blocks[1].up, "forward", torch.relu),
+        ["'blocks.1.up' has a forward of its own"],
+    ),
+    "tied_weights": (
+        lambda model: setattr(model.blocks[1].up, "weight", model.blocks[0].up.weight),
+        ["'blocks.0.up.weight' is tied to ['blocks.1.up.weight']", "untie it"],
+    ),
+    "tied_to_a_module_outside_the_plan": (
+        lambda model: setattr(model.blocks[1].rest, "weight", model.blocks[1].down.weight),
+        ["'blocks.1.down.weight' is tied to ['blocks.1.rest.weight']"],
+    ),
+    "a_tied_bare_parameter": (
+        lambda model: setattr(model.blocks[1].rest, "bias", model.blocks[1].scale),
+        ["'blocks.1.scale' is tied to ['blocks.1.rest.bias']"],
+    ),
+    "a_module_shared_by_two_blocks": (
+        lambda model: setattr(model.blocks[1], "rope", model.blocks[0].rope),
+        ["'blocks.0.rope' and 'blocks.1.rope' are one and the same"],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("change", "message"), STATES.values(), ids=STATES)
+def test_a_model_in_such_a_state_is_refused(change, message):
+    model = Toy()
+    change(model)
+    with refused(model, *message):
+        apply(model, PLAN, group=TWO)
+
+
+def test_a_compiled_model_is_refused():
+    model = torch.compile(Toy())
+    with refused(model, "cannot shard this OptimizedModule: it is compiled; shard first"):
+        apply(model, PLAN, group=TWO)
+
+
+HARMLESS = {
+    "weight_norm_outside_the_plan": call_on(REST, parametrizations.weight_norm),
+    "a_tie_outside_the_plan": lambda model: setattr(model.blocks[1].rest, "weight", model.blocks[0].rest.weight),
+    "an_integer_weight_outside_the_plan": set_on(REST, "weight", integer_parameter),
+    "a_hook_on_what_stays": call_on(REST, lambda module: module.register_forward_hook(lambda *args: None)),
+    "a_hook_on_a_divided_block": call_on("blocks.1", lambda module: module.register_forward_hook(lambda *args: None)),
+    "a_hook_on_a_sliced_table": call_on(
+        "blocks.1.rope", lambda module: module.register_forward_hook(lambda *args: None)
+    ),
+    "a_tied_bias_of_a_rowwise": lambda model: setattr(model.blocks[1].rest, "bias", model.blocks[1].down.bias),
+    "no_parallelism_of_diffusers": set_on("", "_parallel_config", ParallelConfig()),
+    "no_quantiser": set_on("", "is_quantized", False),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
+def test_what_sharding_does_not_spoil_is_not_refused(change):
+    model = Toy()
+    change(model)
+    rest = model.blocks[1].rest
+    assert apply(model, PLAN, group=Group()) is model
+    assert model.blocks[1].rest is rest
+
+
+def group_offload(offload_type):
+    device = torch.device("cpu")
+    blocks = {"num_blocks_per_group": 1} if offload_type == "block_level" else {}
+    return lambda model: apply_group_offloading(
+        model, onload_device=device, offload_device=device, offload_type=offload_type, **blocks
+    )
+
+
+DIFFUSERS_HOOKS = {
+    "group_offloading_by_block": (group_offload("block_level"), "it has diffusers' hook 'group_offloading'"),
+    "group_offloading_by_leaf": (group_offload("leaf_level"), "has diffusers' hook 'group_offloading'"),
+    "layerwise_casting": (
+        lambda model: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+        "has diffusers' hook 'layerwise_casting'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), DIFFUSERS_HOOKS.values(), ids=DIFFUSERS_HOOKS)
+def test_a_model_that_diffusers_offloads_or_casts_is_refused(change, message):
+    model = FLUX.build()
+    change(model)
+    with refused(model, message, "disable it first"):
+        apply(model, group=TWO)
+
+
+def sharded_flux():
+    return apply(FLUX.build(), group=Group())
+
+
+METHODS = {
+    "save_pretrained": (lambda model: model.save_pretrained("nowhere"), "tp_layers.save(model, path) on all ranks"),
+    "push_to_hub": (lambda model: model.push_to_hub("nobody/nothing"), "tp_layers.save(model, path)"),
+    "add_adapter": (lambda model: model.add_adapter(None), "fuse the adapter before sharding"),
+    "load_lora_adapter": (lambda model: model.load_lora_adapter({}), "fuse the adapter before sharding"),
+    "enable_group_offload": (lambda model: model.enable_group_offload(torch.device("cpu")), "cannot be offloaded"),
+    "enable_layerwise_casting": (lambda model: model.enable_layerwise_casting(), "load with dtype= instead"),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["sharded", "copied"])
+@pytest.mark.parametrize(("call", "message"), METHODS.values(), ids=METHODS)
+def test_a_sharded_model_refuses_what_would_go_wrong(call, message, copied):
+    model = copy.deepcopy(sharded_flux()) if copied else sharded_flux()
+    with pytest.raises(NotImplementedError) as info:
+        call(model)
+    assert "this model is sharded by tp_layers, so it cannot" in str(info.value)
+    assert message in str(info.value)
+
+
+def test_the_class_and_other_models_are_not_touched():
+    sharded_flux()
+    other = FLUX.build()
+    assert other._parallel_config is None
+    assert type(other.save_pretrained).__name__ == "method"
+
+
+def test_a_sharded_model_refuses_the_parallelism_of_diffusers():
+    with pytest.raises(RuntimeError, match="Parallelism is already applied"):
+        sharded_flux().enable_parallelism(config=TensorParallelConfig())
+
+
+class Pipeline(DiffusionPipeline):
+    model_cpu_offload_seq = "transformer"
+
+    def __init__(self, transformer):
+        super().__init__()
+        self.register_modules(transformer=transformer)
+
+
+PIPELINE_CALLS = {
+    "enable_model_cpu_offload": lambda pipeline: pipeline.enable_model_cpu_offload(device="cpu"),
+    "enable_sequential_cpu_offload": lambda pipeline: pipeline.enable_sequential_cpu_offload(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("call", PIPELINE_CALLS.values(), ids=PIPELINE_CALLS)
+def test_a_pipeline_does_not_offload_a_sharded_component(call):
+    with pytest.raises(ValueError, match="'FluxTransformer2DModel' is sharded with tensor parallelism, so it cannot"):
+        call(Pipeline(sharded_flux()))
+
+
+def test_a_pipeline_is_not_saved_by_each_rank(tmp_path):
+    with pytest.raises(NotImplementedError, match="so it cannot be saved by each rank"):
+        Pipeline(sharded_flux()).save_pretrained(tmp_path)
