@@ -80,9 +80,10 @@ def colwise_kernel(
     if b_ptr is not None:
         acc += tl.load(b_ptr + start + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     for i in tl.static_range(len(widths)):
-        if ACTIVATIONS[i] is not None:  # noqa: SIM102 - the first is decided by the compiler, the second by the program
+        ACTIVATION: tl.constexpr = ACTIVATIONS[i]
+        if ACTIVATION is not None:  # noqa: SIM102 - the compiler decides the first, the program the second
             if block == i:
-                acc = activate(acc, ACTIVATIONS[i])
+                acc = activate(acc, ACTIVATION)
 
     y = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :] * stride_yn
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..configs import Row
-from .launch import Launch
+from .launch import FUSED, Launch
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -79,7 +79,7 @@ def sum_of_squares_launch(x: torch.Tensor, squares: torch.Tensor, step: Row) -> 
         "stride_xd": x.stride(1),
         "BLOCK_D": step.block_d,
     }
-    return Launch(sum_of_squares_kernel, (rows,), arguments, {"num_warps": step.num_warps})
+    return Launch(sum_of_squares_kernel, (rows,), arguments, {**FUSED, "num_warps": step.num_warps})
 
 
 def scale_launch(
@@ -109,4 +109,4 @@ def scale_launch(
         "ROUND_FIRST": round_first,
         "BLOCK_D": step.block_d,
     }
-    return Launch(scale_kernel, (x.shape[0],), arguments, {"num_warps": step.num_warps})
+    return Launch(scale_kernel, (x.shape[0],), arguments, {**FUSED, "num_warps": step.num_warps})
