@@ -70,7 +70,9 @@ class Compiled(NamedTuple):
     serialised: bool
 
 
-def cases(architectures: tuple[str, ...] = configs.ARCHITECTURES, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Case]:
+def cases(
+    architectures: tuple[str, ...] = configs.ARCHITECTURES, dtypes: tuple[str, ...] = tuple(DTYPES)
+) -> list[Case]:
     """Every shipped configuration of these architectures."""
     gemms = [
         Case(architecture, operation, shape, dtype, even)
@@ -114,9 +116,7 @@ def launch_of(case: Case) -> Launch:
         weight = new(sum(widths), depth)
         starts = [sum(widths[:i]) for i in range(len(widths))]
         return colwise_launch(new(rows, depth), weight, new(sum(widths)), ys, starts, activations, tile)
-    return gated_launch(
-        new(rows, depth), new(2 * 4096, depth), new(2 * 4096), new(rows, 4096), 0, 4096, "silu", tile
-    )
+    return gated_launch(new(rows, depth), new(2 * 4096, depth), new(2 * 4096), new(rows, 4096), 0, 4096, "silu", tile)
 
 
 def source_of(launch: Launch) -> ASTSource:

@@ -89,7 +89,7 @@ def choose(operation: str, x: torch.Tensor, backend: str | None = None) -> str:
         return name
     # Autocast is a property of torch's own operations: F.linear casts, a kernel would run in the tensors' dtype.
     autocast = torch.is_autocast_enabled(x.device.type)
-    runs = has_triton() and (x.is_cuda or (name == "triton" and interpreted() and x.device.type == "cpu"))
+    runs = (x.is_cuda or (name == "triton" and interpreted() and x.device.type == "cpu")) and has_triton()
     if name == "triton":
         if x.dtype not in DTYPES:
             raise ValueError(

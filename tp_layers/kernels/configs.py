@@ -42,8 +42,9 @@ _FAMILY = {80: "sm_80", 86: "sm_86", 87: "sm_86", 89: "sm_86", 90: "sm_90", 100:
 _FEW = Tile(16, 32, 128, 4, 4)
 # 512 text tokens: 64 rows a tile, or half the SMs have no tile.
 _SHORT = Tile(64, 128, 64, 4, 4)
-# ieee float32 has no tensor cores: the tile lives in registers, and spills at 128 x 256.
-_FLOAT32 = Tile(64, 64, 32, 4, 2)
+# ieee float32 has no tensor cores: operands and result live in registers. With 4 warps, or for the gated kernel with
+# more than 16 a step, some architecture spills.
+_FLOAT32 = {"rowwise": Tile(64, 64, 32, 8, 2), "colwise": Tile(64, 64, 32, 8, 2), "gated": Tile(64, 64, 16, 8, 3)}
 _FEW_FLOAT32 = Tile(16, 32, 64, 4, 2)
 
 _HALF: dict[tuple[str, str, str], Tile] = {
@@ -90,7 +91,7 @@ _HALF: dict[tuple[str, str, str], Tile] = {
 TILES: dict[tuple[str, str, str, str], Tile] = {
     **{(*key, "half"): tile for key, tile in _HALF.items()},
     **{
-        (architecture, operation, shape, "float32"): _FEW_FLOAT32 if shape == "few" else _FLOAT32
+        (architecture, operation, shape, "float32"): _FEW_FLOAT32 if shape == "few" else _FLOAT32[operation]
         for architecture in ARCHITECTURES
         for operation in GEMMS
         for shape in SHAPE_CLASSES

@@ -23,9 +23,7 @@ def repair() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (
-            interpreter.TensorHandle(from_bfloat16(side.data), tl.float32)
-            if side.dtype.scalar == tl.bfloat16
-            else side
+            interpreter.TensorHandle(from_bfloat16(side.data), tl.float32) if side.dtype.scalar == tl.bfloat16 else side
             for side in (a, b)
         )
         return dot(self, a, b, *rest)

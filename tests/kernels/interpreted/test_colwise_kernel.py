@@ -1,4 +1,4 @@
-"""The colwise kernel against float64: shapes, unequal blocks of a shard and of a full weight, activations, gradients."""
+"""The colwise kernel against float64: shapes, blocks of a shard and of a full weight, activations, gradients."""
 
 from functools import partial
 
@@ -56,9 +56,7 @@ def test_unequal_blocks_side_by_side_and_one_by_one(ranges, dtype):
 
     def by_hand(x, weight, bias):
         cut = [colwise_reference(x, weight[start:stop], bias[start:stop]) for start, stop in ranges]
-        return tuple(
-            y if name is None else ACTIVATIONS[name](y) for y, name in zip(cut, activations, strict=True)
-        )
+        return tuple(y if name is None else ACTIVATIONS[name](y) for y, name in zip(cut, activations, strict=True))
 
     blocks = partial(colwise_blocks, ranges=ranges, activations=activations, backend="triton")
     agree(blocks, by_hand, x, weight, bias)

@@ -80,10 +80,10 @@ def colwise_kernel(
     if b_ptr is not None:
         acc += tl.load(b_ptr + start + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     for i in tl.static_range(len(widths)):
-        ACTIVATION: tl.constexpr = ACTIVATIONS[i]
-        if ACTIVATION is not None:  # noqa: SIM102 - the compiler decides the first, the program the second
+        if ACTIVATIONS[i] is not None:  # noqa: SIM102 - the compiler decides the first, the program the second
             if block == i:
-                acc = activate(acc, ACTIVATION)
+                # Triton 3.6 takes the entry out of a constexpr tuple bare.
+                acc = activate(acc, tl.constexpr(ACTIVATIONS[i]))
 
     y = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :] * stride_yn
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
