@@ -26,6 +26,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tp_layers.kernels import configs
 from tp_layers.kernels.jit.colwise import colwise_launch
@@ -33,6 +34,7 @@ from tp_layers.kernels.jit.gated import gated_launch
 from tp_layers.kernels.jit.launch import Launch
 from tp_layers.kernels.jit.rms_norm import scale_launch, sum_of_squares_launch
 from tp_layers.kernels.jit.rowwise import rowwise_launch
+from tp_layers.kernels.jit.rowwise_tma import rowwise_tma_launch
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -42,8 +44,6 @@ SHARED = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_44
 ROWS = {"few": 8, "short": 512, "long": 4608}
 # The tensor cores' instructions, from sm_80's and sm_90's to sm_100's.
 TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
-# Asynchronous copies to shared memory: cp.async and TMA.
-COPIES = ("LDGSTS", "UTMALDG")
 
 
 class Case(NamedTuple):
@@ -66,7 +66,8 @@ class Compiled(NamedTuple):
     spills: int
     shared: int
     tensor_cores: int
-    copies: int
+    async_copies: int
+    tma: int
     serialised: bool
 
 
@@ -82,13 +83,20 @@ def cases(
         for dtype in dtypes
         for even in (True, False)
     ]
+    # Only whole steps along K go through TMA.
+    descriptors = [
+        Case(architecture, f"{operation}_tma", shape, dtype, True)
+        for architecture, operation, shape, _ in configs.TMA_TILES
+        for dtype in dtypes
+        if architecture in architectures and dtype != "float32"
+    ]
     norms = [
         Case(architecture, operation, "long", dtype, True)
         for architecture in architectures
         for operation in configs.NORMS
         for dtype in dtypes
     ]
-    return gemms + norms
+    return gemms + descriptors + norms
 
 
 def launch_of(case: Case) -> Launch:
@@ -105,11 +113,16 @@ def launch_of(case: Case) -> Launch:
         if case.operation == "sum_of_squares":
             return sum_of_squares_launch(x, squares, step)
         return scale_launch(x, squares, new(depth), None, new(rows, depth), 2 * depth, 1e-6, False, step)
-    tile = configs.tile_for(case.architecture, case.operation, rows, dtype)
-    if case.operation == "rowwise":
-        xs, weight = [new(rows, depth), new(rows, 4 * depth)], new(3072, 5 * depth)
-        return rowwise_launch(xs, weight, new(3072), new(rows, 3072), [0, depth], tile)
-    if case.operation == "colwise":
+    operation = case.operation.removesuffix("_tma")
+    tile = (configs.tile_for if operation == case.operation else configs.tma_tile_for)(
+        case.architecture, operation, rows, dtype
+    )
+    if operation == "rowwise":
+        inputs = [new(rows, depth), new(rows, 4 * depth)], new(3072, 5 * depth), new(3072), new(rows, 3072), [0, depth]
+        if operation == case.operation:
+            return rowwise_launch(*inputs, tile)
+        return rowwise_tma_launch(*inputs, tile, programs=132)
+    if operation == "colwise":
         widths = [1024, 1024, 1024, 4096]
         ys = [new(rows, width) for width in widths]
         activations = [None, None, None, "gelu_tanh"]
@@ -130,6 +143,8 @@ def source_of(launch: Launch) -> ASTSource:
             return tuple(type_of(part, (*path, at), specialise) for at, part in enumerate(value))
         if isinstance(value, float):
             return "fp32"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor) or (specialise and value is not None and value != 1 and value % 16 == 0):
             hints[path] = [["tt.divisibility", 16]]
         if isinstance(value, torch.Tensor):
@@ -163,7 +178,8 @@ def compile_for(launch: Launch, architecture: str) -> Compiled:
         spills=sum(int(count) for count in re.findall(r"(\d+) bytes spill", report)),
         shared=kernel.metadata.shared,
         tensor_cores=sum(counts[name] for name in TENSOR_CORES),
-        copies=sum(counts[name] for name in COPIES),
+        async_copies=counts["LDGSTS"],
+        tma=counts["UTMALDG"],
         serialised="C7515" in report or "serialized" in report,
     )
 

@@ -56,6 +56,12 @@ def architecture(device: torch.device) -> str | None:
     return configs.architecture_of(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs of a persistent kernel a CUDA device runs at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def requested(backend: str | None = None) -> str:
     """`backend`, or the process-wide default.
 

@@ -98,6 +98,13 @@ TILES: dict[tuple[str, str, str, str], Tile] = {
     },
 }
 
+# Tiles of the kernels that load through TMA: what such a launch uses instead, if its tensors take a descriptor.
+# 229,408 of 232,448 bytes of shared memory.
+TMA_TILES: dict[tuple[str, str, str, str], Tile] = {
+    ("sm_90", "rowwise", "long", "half"): Tile(128, 256, 64, 8, 4),
+    ("sm_100", "rowwise", "long", "half"): Tile(128, 256, 64, 8, 4),
+}
+
 # A row of 1024 to 6144 channels, read once: 4 warps of 8 elements a thread keep 16-byte loads in flight.
 ROWS: dict[str, Row] = dict.fromkeys(NORMS, Row(1024, 4))
 
@@ -128,6 +135,11 @@ def tile_for(architecture: str | None, operation: str, rows: int, dtype: torch.d
     if architecture is None:
         return INTERPRETED
     return TILES[architecture, operation, shape_class(rows), dtype_class(dtype)]
+
+
+def tma_tile_for(architecture: str | None, operation: str, rows: int, dtype: torch.dtype) -> Tile | None:
+    """The entry of `TMA_TILES`, if there is one."""
+    return TMA_TILES.get((architecture or "", operation, shape_class(rows), dtype_class(dtype)))
 
 
 def row_for(architecture: str | None, operation: str) -> Row:

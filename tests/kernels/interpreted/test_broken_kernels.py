@@ -14,7 +14,7 @@ from rule import check, draw, framed, surrounded
 
 from tp_layers.kernels import configs
 from tp_layers.kernels.colwise import ACTIVATIONS
-from tp_layers.kernels.jit import colwise, gated, rms_norm, rowwise, tiles
+from tp_layers.kernels.jit import colwise, gated, rms_norm, rowwise, rowwise_tma, tiles
 
 TILE, STEP, DTYPE = configs.INTERPRETED, configs.INTERPRETED_ROW, torch.float32
 # Three tiles along the rows in groups of two, no extent a multiple of a tile's.
@@ -40,6 +40,20 @@ def check_rowwise(module):
 
     def twin(first, second, weight, bias):
         return first @ weight[:, 50:83].t() + second @ weight[:, 5:45].t() + bias
+
+    tensors = [*xs, weight, bias]
+    verify(y, twin(*tensors), twin(*(tensor.double() for tensor in tensors)))
+
+
+def check_rowwise_tma(module):
+    """Two inputs that meet the columns of a wider weight out of turn, on fewer programs than there are tiles."""
+    xs = [draw(ROWS, 32, dtype=DTYPE), draw(ROWS, 64, dtype=DTYPE, seed=1)]
+    weight, bias = draw(70, 120, dtype=DTYPE, seed=2), draw(70, dtype=DTYPE, seed=3)
+    y = output(ROWS, 70)
+    module.rowwise_tma_launch(xs, weight, bias, y, [80, 8], TILE, 4).run(y.device)
+
+    def twin(first, second, weight, bias):
+        return first @ weight[:, 80:112].t() + second @ weight[:, 8:72].t() + bias
 
     tensors = [*xs, weight, bias]
     verify(y, twin(*tensors), twin(*(tensor.double() for tensor in tensors)))
@@ -92,8 +106,14 @@ def check_rms_norm(module):
             check(frame[:5], exact.to(dtype), exact)
 
 
-MODULES = {"rowwise": rowwise, "colwise": colwise, "gated": gated, "rms_norm": rms_norm}
-CHECKS = {"rowwise": check_rowwise, "colwise": check_colwise, "gated": check_gated, "rms_norm": check_rms_norm}
+MODULES = {"rowwise": rowwise, "rowwise_tma": rowwise_tma, "colwise": colwise, "gated": gated, "rms_norm": rms_norm}
+CHECKS = {
+    "rowwise": check_rowwise,
+    "rowwise_tma": check_rowwise_tma,
+    "colwise": check_colwise,
+    "gated": check_gated,
+    "rms_norm": check_rms_norm,
+}
 
 NO_ROW_MASK = ("mask=(offs_m < M)[:, None] & ", "mask=(offs_m >= 0)[:, None] & ")
 NO_COLUMN_MASK = ("& (offs_n < N)[None, :])", "& (offs_n >= 0)[None, :])")
@@ -126,6 +146,22 @@ BROKEN = {
         "last group as large as the others": ("tiles", "tl.minimum(m_tiles - first, GROUP_M)", "GROUP_M"),
         "sum started anew at each input": ("rowwise", "acc = accumulate(acc,", "acc = accumulate(acc * 0,"),
         "sum in float16": ("rowwise", "acc = accumulate(acc, x, w,", "acc = accumulate(acc.to(tl.float16), x, w,"),
+    },
+    "rowwise_tma": {
+        "bias dropped": ("rowwise_tma", "if b_ptr is not None:", "if False:"),
+        "column offset ignored": ("rowwise_tma", "column + k", "k"),
+        "column offset of the first input for both": ("rowwise_tma", "second_K, second_column,", "second_K, column,"),
+        "depth of the first input for both": ("rowwise_tma", "second_K, second_column,", "K, second_column,"),
+        "second input left out": ("rowwise_tma", "if second_desc is not None:", "if False:"),
+        "only the first tile of a program": ("rowwise_tma", "tl.cdiv(M, BLOCK_M) * n_tiles, tl", "4, tl"),
+        "rows of x for the weight": ("rowwise_tma", "w_desc.load([w_row,", "w_desc.load([row,"),
+        "strides of y swapped": (
+            "rowwise_tma",
+            "stride_ym + offs_n[None, :] * stride_yn",
+            "stride_yn + offs_n[None, :] * stride_ym",
+        ),
+        "no row mask": ("rowwise_tma", *NO_ROW_MASK),
+        "no column mask": ("rowwise_tma", *NO_COLUMN_MASK),
     },
     "colwise": {
         "bias dropped": ("colwise", "if b_ptr is not None:", "if False:"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rule import SHAPES, agree, check, draw, framed, layer, surrounded
 
+from tp_layers.kernels import backend, configs
 from tp_layers.kernels.rowwise import rowwise, rowwise_reference
 
 kernel = partial(rowwise, backend="triton")
@@ -118,6 +119,41 @@ def test_two_results_alive_at_once(dtype):
     second = kernel(-x, weight, bias)
     assert torch.equal(first, kept) and not torch.equal(second, first)
     assert torch.equal(kernel(x, weight, bias), first)
+
+
+@pytest.mark.parametrize("half", [bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("widths", [(64,), (32, 64)], ids=["one input", "two inputs"])
+@pytest.mark.parametrize("rows", [1, 70, 96], ids=["one row", "ragged", "whole tiles"])
+def test_tma_where_the_tensors_take_it(rows, widths, half, monkeypatch, launched):
+    """As on a GPU with 4 processors, in tiles of the interpreter's size."""
+    monkeypatch.setattr("tp_layers.kernels.rowwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr(backend, "processors", lambda device: 4)
+    _, weight, bias = layer(1, 130, sum(widths), half, half)
+    xs = [draw(rows, width, dtype=half, seed=width) for width in widths]
+
+    def packed(weight, bias, *xs):
+        return kernel(xs, weight, bias)
+
+    for b in (bias, None):
+        agree(packed, lambda weight, bias, *xs: rowwise_reference(xs, weight, bias), weight, b, *xs)
+    assert launched == ["rowwise_tma_kernel"] * 2
+
+
+UNFIT = {
+    "ragged depth": lambda x, weight: (x[:, :60], weight[:, :60]),
+    "transposed": lambda x, weight: (x.t().contiguous().t(), weight),
+    "unaligned start": lambda x, weight: (x[:, 1:33], weight[:, :32]),
+    "unaligned rows": lambda x, weight: (x.new_zeros(70, 101)[:, :64].copy_(x), weight),
+    "no rows": lambda x, weight: (x[:0], weight),
+    "float32": lambda x, weight: (x.float(), weight.float()),
+}
+
+
+@pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
+def test_pointers_where_they_do_not(change, monkeypatch, launched):
+    monkeypatch.setattr("tp_layers.kernels.rowwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    agree(kernel, rowwise_reference, *change(draw(70, 64, dtype=bfloat16), draw(40, 64, dtype=bfloat16, seed=1)))
+    assert launched == ["rowwise_kernel"]
 
 
 @pytest.mark.parametrize("add_bias", [True, False], ids=["with bias", "without"])
