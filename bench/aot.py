@@ -5,7 +5,7 @@ bias: the packed rowwise sum of two inputs, a packed colwise projection of four 
 the two norm kernels. Its registers and spills are ptxas's own report, its shared memory is Triton's, its
 instructions are counted in nvdisasm's listing.
 
-    python bench/aot.py [--architecture sm_90 ...] [--output bench/results/aot.csv]
+    python bench/aot.py [--architecture sm_90 ...] [--output bench/results/aot.csv] [--append]
 """
 
 import argparse
@@ -30,7 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tp_layers.kernels import configs
 from tp_layers.kernels.jit.colwise import colwise_launch
+from tp_layers.kernels.jit.colwise_tma import colwise_tma_launch
 from tp_layers.kernels.jit.gated import gated_launch
+from tp_layers.kernels.jit.gated_tma import gated_tma_launch
 from tp_layers.kernels.jit.launch import Launch
 from tp_layers.kernels.jit.rms_norm import scale_launch, sum_of_squares_launch
 from tp_layers.kernels.jit.rowwise import rowwise_launch
@@ -44,6 +46,9 @@ SHARED = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_44
 ROWS = {"few": 8, "short": 512, "long": 4608}
 # The tensor cores' instructions, from sm_80's and sm_90's to sm_100's.
 TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
+
+POINTERS = {"rowwise": rowwise_launch, "colwise": colwise_launch, "gated": gated_launch}
+TMA = {"rowwise": rowwise_tma_launch, "colwise": colwise_tma_launch, "gated": gated_tma_launch}
 
 
 class Case(NamedTuple):
@@ -114,22 +119,25 @@ def launch_of(case: Case) -> Launch:
             return sum_of_squares_launch(x, squares, step)
         return scale_launch(x, squares, new(depth), None, new(rows, depth), 2 * depth, 1e-6, False, step)
     operation = case.operation.removesuffix("_tma")
-    tile = (configs.tile_for if operation == case.operation else configs.tma_tile_for)(
-        case.architecture, operation, rows, dtype
-    )
     if operation == "rowwise":
-        inputs = [new(rows, depth), new(rows, 4 * depth)], new(3072, 5 * depth), new(3072), new(rows, 3072), [0, depth]
-        if operation == case.operation:
-            return rowwise_launch(*inputs, tile)
-        return rowwise_tma_launch(*inputs, tile, programs=132)
-    if operation == "colwise":
+        arguments = (
+            [new(rows, depth), new(rows, 4 * depth)],
+            new(3072, 5 * depth),
+            new(3072),
+            new(rows, 3072),
+            [0, depth],
+        )
+    elif operation == "colwise":
         widths = [1024, 1024, 1024, 4096]
-        ys = [new(rows, width) for width in widths]
+        ys, starts = [new(rows, width) for width in widths], [sum(widths[:i]) for i in range(len(widths))]
         activations = [None, None, None, "gelu_tanh"]
-        weight = new(sum(widths), depth)
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        return colwise_launch(new(rows, depth), weight, new(sum(widths)), ys, starts, activations, tile)
-    return gated_launch(new(rows, depth), new(2 * 4096, depth), new(2 * 4096), new(rows, 4096), 0, 4096, "silu", tile)
+        arguments = new(rows, depth), new(sum(widths), depth), new(sum(widths)), ys, starts, activations
+    else:
+        arguments = new(rows, depth), new(2 * 4096, depth), new(2 * 4096), new(rows, 4096), 0, 4096, "silu"
+    which = case.architecture, operation, rows, dtype
+    if operation == case.operation:
+        return POINTERS[operation](*arguments, configs.tile_for(*which))
+    return TMA[operation](*arguments, configs.tma_tile_for(*which), programs=132)
 
 
 def source_of(launch: Launch) -> ASTSource:
@@ -210,14 +218,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architecture", nargs="+", choices=configs.ARCHITECTURES, default=configs.ARCHITECTURES)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "aot.csv")
+    parser.add_argument("--append", action="store_true", help="keep the rows that are there, as of another triton")
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer: csv.DictWriter[str] | None = None
-        for row in rows_of(cases(tuple(arguments.architecture)), commit.stdout.strip()):
-            if writer is None:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
+    append = arguments.append and arguments.output.exists()
+    with arguments.output.open("a" if append else "w", newline="") as file:
+        for count, row in enumerate(rows_of(cases(tuple(arguments.architecture)), commit.stdout.strip())):
+            writer = csv.DictWriter(file, row, lineterminator="\n")
+            if count == 0 and not append:
                 writer.writeheader()
             writer.writerow(row)
             file.flush()

@@ -16,7 +16,7 @@ import torch
 
 from tp_layers.kernels import configs
 from tp_layers.kernels.configs import Tile
-from tp_layers.kernels.jit import colwise, gated, rms_norm, rowwise, rowwise_tma
+from tp_layers.kernels.jit import colwise, colwise_tma, gated, gated_tma, rms_norm, rowwise, rowwise_tma
 
 CASES = aot.cases()
 TESTED = [
@@ -78,7 +78,9 @@ KERNELS = {
     "rowwise": rowwise.rowwise_kernel,
     "rowwise_tma": rowwise_tma.rowwise_tma_kernel,
     "colwise": colwise.colwise_kernel,
+    "colwise_tma": colwise_tma.colwise_tma_kernel,
     "gated": gated.gated_kernel,
+    "gated_tma": gated_tma.gated_tma_kernel,
     "sum_of_squares": rms_norm.sum_of_squares_kernel,
     "scale": rms_norm.scale_kernel,
 }

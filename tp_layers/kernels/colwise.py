@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from . import backend as backends
 from .autograd import Twin
-from .configs import tile_for
+from .configs import tile_for, tma_tile_for
 from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -117,13 +117,19 @@ def _triton(
     ys: Sequence[torch.Tensor],
 ) -> None:
     from .jit.colwise import colwise_launch
+    from .jit.colwise_tma import colwise_tma_launch
+    from .jit.rowwise_tma import takes_tma
 
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
     check_linear([x], weight, bias)
-    tile = tile_for(backends.architecture(x.device), "colwise", ys[0].shape[0], weight.dtype)
-    starts = [start for start, _ in rows]
-    colwise_launch(as_rows(x), weight, bias, ys, starts, activations, tile).run(x.device)
+    which = backends.architecture(x.device), "colwise", ys[0].shape[0], weight.dtype
+    arguments = as_rows(x), weight, bias, ys, [start for start, _ in rows], activations
+    tile = tma_tile_for(*which)
+    if tile is not None and takes_tma([as_rows(x)], weight, [0], tile):
+        colwise_tma_launch(*arguments, tile, backends.processors(x.device)).run(x.device)
+    else:
+        colwise_launch(*arguments, tile_for(*which)).run(x.device)
 
 
 def _torch(

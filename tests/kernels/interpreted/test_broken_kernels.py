@@ -6,6 +6,7 @@ so that a stray read is a NaN in the result, and a stray write is found.
 
 import importlib.util
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rule import check, draw, framed, surrounded
 
 from tp_layers.kernels import configs
 from tp_layers.kernels.colwise import ACTIVATIONS
-from tp_layers.kernels.jit import colwise, gated, rms_norm, rowwise, rowwise_tma, tiles
+from tp_layers.kernels.jit import colwise, colwise_tma, gated, gated_tma, rms_norm, rowwise, rowwise_tma, tiles
 
 TILE, STEP, DTYPE = configs.INTERPRETED, configs.INTERPRETED_ROW, torch.float32
 # Three tiles along the rows in groups of two, no extent a multiple of a tile's.
@@ -24,6 +25,11 @@ NAN = float("nan")
 
 def output(*shape, dtype=DTYPE):
     return framed(torch.full(shape, NAN, dtype=dtype))
+
+
+def inputs(width, depth):
+    weight, bias = draw(width, depth, dtype=DTYPE, seed=2), draw(width, dtype=DTYPE, seed=3)
+    return draw(ROWS, depth, dtype=DTYPE), weight, bias
 
 
 def verify(got, own, exact):
@@ -59,12 +65,13 @@ def check_rowwise_tma(module):
     verify(y, twin(*tensors), twin(*(tensor.double() for tensor in tensors)))
 
 
-def check_colwise(module):
+def check_colwise(module, **programs):
     """Four blocks of a wider weight, with each activation."""
-    x, weight, bias = draw(ROWS, 40, dtype=DTYPE), draw(150, 40, dtype=DTYPE, seed=2), draw(150, dtype=DTYPE, seed=3)
+    x, weight, bias = inputs(150, 64 if programs else 40)
     ranges, names = [(3, 33), (40, 70), (70, 75), (80, 150)], ["gelu_tanh", None, "silu", "gelu"]
     ys = [output(ROWS, stop - start) for start, stop in ranges]
-    module.colwise_launch(x, weight, bias, ys, [start for start, _ in ranges], names, TILE).run(x.device)
+    launch = module.colwise_tma_launch if programs else module.colwise_launch
+    launch(x, weight, bias, ys, [start for start, _ in ranges], names, TILE, **programs).run(x.device)
     for y, (start, stop), name in zip(ys, ranges, names, strict=True):
 
         def twin(x, weight, bias, name=name):
@@ -75,11 +82,12 @@ def check_colwise(module):
         verify(y, twin(*tensors), twin(*(tensor.double() for tensor in tensors)))
 
 
-def check_gated(module):
+def check_gated(module, **programs):
     """[up | gate], the two blocks apart in a wider weight."""
-    x, weight, bias = draw(ROWS, 40, dtype=DTYPE), draw(200, 40, dtype=DTYPE, seed=2), draw(200, dtype=DTYPE, seed=3)
+    x, weight, bias = inputs(200, 64 if programs else 40)
     y = output(ROWS, 70)
-    module.gated_launch(x, weight, bias, y, 110, 20, "silu", TILE).run(x.device)
+    launch = module.gated_tma_launch if programs else module.gated_launch
+    launch(x, weight, bias, y, 110, 20, "silu", TILE, **programs).run(x.device)
 
     def twin(x, weight, bias):
         up, gate = x @ weight[20:90].t() + bias[20:90], x @ weight[110:180].t() + bias[110:180]
@@ -106,12 +114,22 @@ def check_rms_norm(module):
             check(frame[:5], exact.to(dtype), exact)
 
 
-MODULES = {"rowwise": rowwise, "rowwise_tma": rowwise_tma, "colwise": colwise, "gated": gated, "rms_norm": rms_norm}
+MODULES = {
+    "rowwise": rowwise,
+    "rowwise_tma": rowwise_tma,
+    "colwise": colwise,
+    "colwise_tma": colwise_tma,
+    "gated": gated,
+    "gated_tma": gated_tma,
+    "rms_norm": rms_norm,
+}
 CHECKS = {
     "rowwise": check_rowwise,
     "rowwise_tma": check_rowwise_tma,
     "colwise": check_colwise,
+    "colwise_tma": partial(check_colwise, programs=4),
     "gated": check_gated,
+    "gated_tma": partial(check_gated, programs=4),
     "rms_norm": check_rms_norm,
 }
 
@@ -207,6 +225,30 @@ BROKEN = {
         ),
         "no row mask": ("gated", *NO_ROW_MASK),
         "no column mask": ("gated", *NO_COLUMN_MASK),
+    },
+    "colwise_tma": {
+        "bias dropped": ("colwise_tma", "if b_ptr is not None:", "if False:"),
+        "bias of the first rows": ("colwise_tma", "b_ptr + start + offs_n", "b_ptr + offs_n"),
+        "block offset ignored": ("colwise_tma", "row, start + column,", "row, column,"),
+        "tile counted from the first block": ("colwise_tma", "(pid_n - first)", "pid_n"),
+        "no activation": ("colwise_tma", "acc = activate_block(acc, block, ACTIVATIONS)", "pass"),
+        "only the first tile of a program": ("colwise_tma", "tl.cdiv(M, BLOCK_M) * n_tiles, tl", "4, tl"),
+        "no row mask": ("colwise_tma", *NO_ROW_MASK),
+        "no column mask": ("colwise_tma", *NO_COLUMN_MASK),
+    },
+    "gated_tma": {
+        "bias dropped": ("gated_tma", "if b_ptr is not None:", "if False:"),
+        "bias of the gate for both": ("gated_tma", "b_ptr + up + offs_n", "b_ptr + gate + offs_n"),
+        "gate and up exchanged": (
+            "gated_tma",
+            "activate(gate_acc, ACTIVATION) * up_acc",
+            "activate(up_acc, ACTIVATION) * gate_acc",
+        ),
+        "up offset ignored": ("gated_tma", "[up + column, k]", "[column, k]"),
+        "first step for up": ("gated_tma", "[up + column, k]", "[up + column, 0]"),
+        "only the first tile of a program": ("gated_tma", "tl.cdiv(M, BLOCK_M) * n_tiles, tl", "4, tl"),
+        "no row mask": ("gated_tma", *NO_ROW_MASK),
+        "no column mask": ("gated_tma", *NO_COLUMN_MASK),
     },
     "rms_norm": {
         "sum without a mask": ("rms_norm", "mask=d + offs_d < D, other", "mask=offs_d >= 0, other"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rule import SHAPES, agree, draw, layer
 
+from tp_layers.kernels import configs
 from tp_layers.kernels.colwise import ACTIVATIONS, colwise, colwise_blocks, colwise_reference
 
 kernel = partial(colwise, backend="triton")
@@ -78,6 +79,20 @@ def test_blocks_of_few_rows(rows, dtype):
     x, weight, bias = layer(rows, 128, 45, dtype, dtype)
     blocks = {"ranges": [(0, 96), (96, 128)], "activations": ["gelu", None]}
     agree(partial(kernel, **blocks), partial(twin, **blocks), x, weight, bias)
+
+
+@pytest.mark.parametrize("half", [bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 70], ids=["one row", "ragged"])
+def test_tma_where_the_tensors_take_it(rows, half, monkeypatch, launched):
+    """As on a GPU with 4 processors, in tiles of the interpreter's size."""
+    monkeypatch.setattr("tp_layers.kernels.colwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
+    x, weight, bias = layer(rows, 150, 64, half, half)
+    blocks = {"ranges": [(3, 33), (40, 70), (80, 150)], "activations": ["gelu_tanh", None, "silu"]}
+    for b in (bias, None):
+        agree(partial(kernel, **blocks), partial(twin, **blocks), x, weight, b)
+    agree(partial(kernel, **blocks), partial(twin, **blocks), x[:, :45], weight[:, :45], bias)
+    assert launched == ["colwise_tma_kernel", "colwise_tma_kernel", "colwise_kernel"]
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["side by side", "one by one"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rule import SHAPES, agree, layer
 
+from tp_layers.kernels import configs
 from tp_layers.kernels.colwise import ACTIVATIONS
 from tp_layers.kernels.gated import gated_colwise, gated_reference
 
@@ -49,6 +50,19 @@ def test_input_and_weight_of_any_strides(dtype):
     x, weight, bias = layer(12, 140, 45, dtype, dtype)
     views = x.t().contiguous().t().unflatten(0, (3, 4)), weight.t().contiguous().t()
     agree(kernel, gated_reference, *views, bias)
+
+
+@pytest.mark.parametrize("half", [bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 70], ids=["one row", "ragged"])
+def test_tma_where_the_tensors_take_it(rows, half, monkeypatch, launched):
+    """As on a GPU with 4 processors, in tiles of the interpreter's size."""
+    monkeypatch.setattr("tp_layers.kernels.gated.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
+    x, weight, bias = layer(rows, 140, 64, half, half)
+    for b in (bias, None):
+        agree(kernel, gated_reference, x, weight, b)
+    agree(kernel, gated_reference, x[:, :45], weight[:, :45], bias)
+    assert launched == ["gated_tma_kernel", "gated_tma_kernel", "gated_kernel"]
 
 
 def test_gradients_are_those_of_the_twin():

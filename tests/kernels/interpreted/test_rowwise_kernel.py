@@ -6,7 +6,7 @@ import pytest
 import torch
 from rule import SHAPES, agree, check, draw, framed, layer, surrounded
 
-from tp_layers.kernels import backend, configs
+from tp_layers.kernels import configs
 from tp_layers.kernels.rowwise import rowwise, rowwise_reference
 
 kernel = partial(rowwise, backend="triton")
@@ -127,7 +127,7 @@ def test_two_results_alive_at_once(dtype):
 def test_tma_where_the_tensors_take_it(rows, widths, half, monkeypatch, launched):
     """As on a GPU with 4 processors, in tiles of the interpreter's size."""
     monkeypatch.setattr("tp_layers.kernels.rowwise.tma_tile_for", lambda *which: configs.INTERPRETED)
-    monkeypatch.setattr(backend, "processors", lambda device: 4)
+    monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
     _, weight, bias = layer(1, 130, sum(widths), half, half)
     xs = [draw(rows, width, dtype=half, seed=width) for width in widths]
 

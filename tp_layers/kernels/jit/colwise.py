@@ -25,6 +25,47 @@ from .launch import Launch, gemm_arguments, gemm_options, tiles
 from .tiles import accumulate, activate, tile_of
 
 
+@triton.jit
+def tiles_of(widths, BLOCK_N: tl.constexpr):
+    """How many tiles along N cover the blocks."""
+    n_tiles = 0
+    for i in tl.static_range(len(widths)):
+        n_tiles += tl.cdiv(widths[i], BLOCK_N)
+    return n_tiles
+
+
+@triton.jit
+def block_of(pid_n, starts, widths, y_ptrs, strides_ym, strides_yn, BLOCK_N: tl.constexpr):
+    """The block of tile `pid_n`: its index, its first tile, its start, its width, and where its output goes.
+
+    It is the last block that starts at or before the tile.
+    """
+    block, first, before = 0, 0, tl.cdiv(widths[0], BLOCK_N)
+    start, N, y_ptr, stride_ym, stride_yn = starts[0], widths[0], y_ptrs[0], strides_ym[0], strides_yn[0]
+    for i in tl.static_range(1, len(widths)):
+        inside = pid_n >= before
+        block = tl.where(inside, i, block)
+        first = tl.where(inside, before, first)
+        start = tl.where(inside, starts[i], start)
+        N = tl.where(inside, widths[i], N)
+        y_ptr = tl.where(inside, y_ptrs[i], y_ptr)
+        stride_ym = tl.where(inside, strides_ym[i], stride_ym)
+        stride_yn = tl.where(inside, strides_yn[i], stride_yn)
+        before += tl.cdiv(widths[i], BLOCK_N)
+    return block, first, start, N, y_ptr, stride_ym, stride_yn
+
+
+@triton.jit
+def activate_block(acc, block, ACTIVATIONS: tl.constexpr):
+    """The activation of the block with this index: a branch of the program for each block that has one."""
+    for i in tl.static_range(len(ACTIVATIONS)):
+        if ACTIVATIONS[i] is not None:  # noqa: SIM102 - the compiler decides the first, the program the second
+            if block == i:
+                # Triton 3.6 takes the entry out of a constexpr tuple bare.
+                acc = activate(acc, tl.constexpr(ACTIVATIONS[i]))
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def colwise_kernel(
     x_ptr,
@@ -49,25 +90,10 @@ def colwise_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    n_tiles = 0
-    for i in tl.static_range(len(widths)):
-        n_tiles += tl.cdiv(widths[i], BLOCK_N)
-    pid_m, pid_n = tile_of(tl.program_id(0), M, n_tiles, BLOCK_M, GROUP_M)
-
-    # The last block that starts at or before this tile is the tile's own.
-    block, first, before = 0, 0, tl.cdiv(widths[0], BLOCK_N)
-    start, N, y_ptr, stride_ym, stride_yn = starts[0], widths[0], y_ptrs[0], strides_ym[0], strides_yn[0]
-    for i in tl.static_range(1, len(widths)):
-        inside = pid_n >= before
-        block = tl.where(inside, i, block)
-        first = tl.where(inside, before, first)
-        start = tl.where(inside, starts[i], start)
-        N = tl.where(inside, widths[i], N)
-        y_ptr = tl.where(inside, y_ptrs[i], y_ptr)
-        stride_ym = tl.where(inside, strides_ym[i], stride_ym)
-        stride_yn = tl.where(inside, strides_yn[i], stride_yn)
-        before += tl.cdiv(widths[i], BLOCK_N)
-
+    pid_m, pid_n = tile_of(tl.program_id(0), M, tiles_of(widths, BLOCK_N), BLOCK_M, GROUP_M)
+    block, first, start, N, y_ptr, stride_ym, stride_yn = block_of(
+        pid_n, starts, widths, y_ptrs, strides_ym, strides_yn, BLOCK_N
+    )
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid_n - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -79,11 +105,7 @@ def colwise_kernel(
     acc = accumulate(acc, x, w, K, stride_xk, stride_wk, BLOCK_K, EVEN_K, PRECISION)
     if b_ptr is not None:
         acc += tl.load(b_ptr + start + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    for i in tl.static_range(len(widths)):
-        if ACTIVATIONS[i] is not None:  # noqa: SIM102 - the compiler decides the first, the program the second
-            if block == i:
-                # Triton 3.6 takes the entry out of a constexpr tuple bare.
-                acc = activate(acc, tl.constexpr(ACTIVATIONS[i]))
+    acc = activate_block(acc, block, ACTIVATIONS)
 
     y = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :] * stride_yn
     tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
