@@ -90,8 +90,11 @@ def rowwise(
         ValueError: widths, shapes, dtypes or devices do not fit, or `backend` cannot run.
     """
     xs, columns = _inputs(x, weight, ranges)
-    if out is not None and (out.shape != (*xs[0].shape[:-1], weight.shape[0]) or out.dtype != (out_dtype or out.dtype)):
-        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)}, the result {tuple(xs[0].shape[:-1])} rows")
+    shape = (*xs[0].shape[:-1], weight.shape[0])
+    if out is not None and (out.shape != shape or out.dtype != (out_dtype or out.dtype)):
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)}, the result {out_dtype or out.dtype} of shape {shape}"
+        )
     operation = "rowwise" if len(xs) == 1 else "packed_rowwise"
     implementation = _triton if backends.choose(operation, xs[0], backend) == "triton" else _torch
 

@@ -163,7 +163,11 @@ BROKEN = {
         "second group of tiles is the first": ("tiles", "return first + pid", "return pid"),
         "last group as large as the others": ("tiles", "tl.minimum(m_tiles - first, GROUP_M)", "GROUP_M"),
         "sum started anew at each input": ("rowwise", "acc = accumulate(acc,", "acc = accumulate(acc * 0,"),
-        "sum in float16": ("rowwise", "acc = accumulate(acc, x, w,", "acc = accumulate(acc.to(tl.float16), x, w,"),
+        "sum rounded between the inputs": (
+            "rowwise",
+            "acc = accumulate(acc, x, w,",
+            "acc = accumulate(acc.to(tl.float16).to(tl.float32), x, w,",
+        ),
     },
     "rowwise_tma": {
         "bias dropped": ("rowwise_tma", "if b_ptr is not None:", "if False:"),
