@@ -1,23 +1,152 @@
 """Colwise projection: `y = x @ weight.T + bias` on one rank's rows of the full weight.
 
     x       [.., K]        whole: the same on every rank
-    weight  [N / size, K]  for a packed projection, this rank's part of each block, one after the other
-    bias    [N / size]     or None
-    y       [.., N / size]
+    weight  [N / size, K]  for a packed projection, this rank's part of each block, one after the other; or the full
+                           packed weight, with the `ranges` of its rows that are this rank's
+    bias    [N / size]     or None, any dtype; cut as the weight
+    y       [.., N / size] the blocks side by side; or a tensor for each block, with its activation
 
-The dtype rule is `F.linear`'s: one dtype in and out, float32 inside, rounded once.
+The dtype rule is `F.linear`'s: one dtype in and out, float32 inside, rounded once (by the torch twin, once more after
+the activation).
 """
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from . import backend as backends
+from .autograd import Twin
+from .configs import tile_for, tma_tile_for
+from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
 
-def colwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The projection of the module docstring, on the input's own shape, differentiable."""
-    return colwise_reference(x, weight, bias)
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+Rows = Sequence[tuple[int, int]]
+Activations = Sequence[str | None]
+
+
+def colwise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ranges: Ranges | None = None,
+    activations: Activations | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The projection of the module docstring, the blocks side by side in one tensor, differentiable.
+
+    Args:
+        ranges: (start, stop) rows of `weight`, one for each block; by default one block, the whole weight.
+        activations: "gelu" (erf), "gelu_tanh", "silu" or None for each block; by default none.
+        backend: "auto", "triton" or "torch"; None for the process's default.
+
+    Raises:
+        ValueError: widths, shapes, dtypes or devices do not fit, an activation is unknown, or `backend` cannot run.
+    """
+    rows, acts = _blocks(weight, ranges, activations)
+    operation = "colwise" if in_turn(rows, weight.shape[0]) and not any(acts) else "packed_colwise"
+
+    def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ys = _torch(x, weight, bias, rows, acts)
+        return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
+
+    if backends.choose(operation, x, backend) == "torch":
+        return twin(x, weight, bias)
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        widths = [stop - start for start, stop in rows]
+        y = x.new_empty((*x.shape[:-1], sum(widths)))
+        _triton(x, weight, bias, rows, acts, as_rows(y).split(widths, -1))
+        return y
+
+    if needs_grad(x, weight, bias):
+        return Twin.apply(kernel, twin, x, weight, bias)
+    return kernel(x, weight, bias)
+
+
+def colwise_blocks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ranges: Ranges,
+    activations: Activations | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """As `colwise`, but each block's output is a contiguous tensor of its own."""
+    rows, acts = _blocks(weight, ranges, activations)
+
+    def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return tuple(y.contiguous() for y in _torch(x, weight, bias, rows, acts))
+
+    if backends.choose("packed_colwise", x, backend) == "torch":
+        return twin(x, weight, bias)
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        ys = tuple(x.new_empty((*x.shape[:-1], stop - start)) for start, stop in rows)
+        _triton(x, weight, bias, rows, acts, [as_rows(y) for y in ys])
+        return ys
+
+    if needs_grad(x, weight, bias):
+        return Twin.apply(kernel, twin, x, weight, bias)
+    return kernel(x, weight, bias)
+
+
+def _blocks(
+    weight: torch.Tensor, ranges: Ranges | None, activations: Activations | None
+) -> tuple[list[tuple[int, int]], list[str | None]]:
+    rows = check_ranges(ranges, weight.shape[0], "rows")
+    acts: list[str | None] = [None] * len(rows) if activations is None else list(activations)
+    if len(acts) != len(rows) or any(name is not None and name not in ACTIVATIONS for name in acts):
+        raise ValueError(f"activations {acts} for {len(rows)} blocks: each None or one of {', '.join(ACTIVATIONS)}")
+    return rows, acts
+
+
+def _triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Rows,
+    activations: Activations,
+    ys: Sequence[torch.Tensor],
+) -> None:
+    from .jit.colwise import colwise_launch
+    from .jit.colwise_tma import colwise_tma_launch
+    from .jit.rowwise_tma import takes_tma
+
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
+    check_linear([x], weight, bias)
+    which = backends.architecture(x.device), "colwise", ys[0].shape[0], weight.dtype
+    arguments = as_rows(x), weight, bias, ys, [start for start, _ in rows], activations
+    tile = tma_tile_for(*which)
+    if tile is not None and takes_tma([as_rows(x)], weight, [0], tile):
+        colwise_tma_launch(*arguments, tile, backends.processors(x.device)).run(x.device)
+    else:
+        colwise_launch(*arguments, tile_for(*which)).run(x.device)
+
+
+def _torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows, activations: Activations
+) -> list[torch.Tensor]:
+    """The blocks' outputs; views of one projection where the blocks are all of the weight's rows in turn."""
+    if in_turn(rows, weight.shape[0]):
+        ys = [colwise_reference(x, weight, bias)]
+        if len(rows) > 1 or any(activations):
+            ys = list(ys[0].split([stop - start for start, stop in rows], -1))
+    else:
+        cut = [(weight[start:stop], None if bias is None else bias[start:stop]) for start, stop in rows]
+        ys = [colwise_reference(x, *block) for block in cut]
+    return [y if name is None else ACTIVATIONS[name](y) for y, name in zip(ys, activations, strict=True)]
 
 
 def colwise_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`colwise` in plain torch and in the dtype it is given."""
+    """`colwise` of one block in plain torch and in the dtype it is given."""
     # On the input's own shape: a flattened addmm differs from the unsharded layer's F.linear by rounding.
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

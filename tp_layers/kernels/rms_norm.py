@@ -1,6 +1,6 @@
 """RMSNorm across ranks, in its two halves around the all-reduce.
 
-    x        [.., D / size]  this rank's channels
+    x        [.., D / size]  this rank's channels, any strides
     squares  [.., 1]         float32 (float64 for float64): the sum of squares, local, then summed over the ranks
     weight   [D / size]      or None
     bias     [D / size]      or None
@@ -13,14 +13,23 @@ value to the weight's dtype first (`round_first`), and a sharded norm rounds as 
 
 import torch
 
+from . import backend as backends
+from .autograd import Twin
+from .configs import row_for
+from .contract import as_rows, needs_grad
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """This rank's sum of squares over the last dim, `[.., 1]`, contiguous."""
-    return x.to(_wide(x.dtype)).pow(2).sum(-1, keepdim=True).contiguous()
+def sum_of_squares(x: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """This rank's sum of squares over the last dim, `[.., 1]`, contiguous, differentiable."""
+    if backends.choose("sum_of_squares", x, backend) == "torch":
+        return sum_of_squares_reference(x)
+    if needs_grad(x):
+        return Twin.apply(_sum_of_squares_triton, sum_of_squares_reference, x)
+    return _sum_of_squares_triton(x)
 
 
 def scale(
@@ -31,8 +40,80 @@ def scale(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     round_first: bool = False,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """Normalises `x` by the `squares` of all ranks, over the full `width` D."""
+    """Normalises `x` by the `squares` of all ranks, over the full `width` D; differentiable.
+
+    Raises:
+        ValueError: for the kernel, `squares` is not float32 with one entry a row, or a parameter's length is not x's.
+    """
+
+    def twin(
+        x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return scale_reference(x, squares, width, eps, weight, bias, round_first)
+
+    if backends.choose("scale", x, backend) == "torch":
+        return twin(x, squares, weight, bias)
+
+    def kernel(
+        x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _scale_triton(x, squares, width, eps, weight, bias, round_first)
+
+    if needs_grad(x, squares, weight, bias):
+        return Twin.apply(kernel, twin, x, squares, weight, bias)
+    return kernel(x, squares, weight, bias)
+
+
+def _sum_of_squares_triton(x: torch.Tensor) -> torch.Tensor:
+    from .jit.rms_norm import sum_of_squares_launch
+
+    squares = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    step = row_for(backends.architecture(x.device), "sum_of_squares")
+    sum_of_squares_launch(as_rows(x), squares, step).run(x.device)
+    return squares
+
+
+def _scale_triton(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    width: int,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    round_first: bool,
+) -> torch.Tensor:
+    from .jit.rms_norm import scale_launch
+
+    if squares.shape != (*x.shape[:-1], 1) or squares.dtype != torch.float32 or not squares.is_contiguous():
+        raise ValueError(f"squares of x {tuple(x.shape)} are {squares.dtype} of shape {tuple(squares.shape)}")
+    for parameter in (weight, bias):
+        if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_contiguous()):
+            raise ValueError(f"x has {x.shape[-1]} channels, its weight or bias the shape {tuple(parameter.shape)}")
+    round_first = round_first and weight is not None
+    y = x.new_empty(x.shape, dtype=weight.dtype if round_first and weight is not None else x.dtype)
+    step = row_for(backends.architecture(x.device), "scale")
+    scale_launch(as_rows(x), squares, weight, bias, as_rows(y), width, eps, round_first, step).run(x.device)
+    return y
+
+
+def sum_of_squares_reference(x: torch.Tensor) -> torch.Tensor:
+    """`sum_of_squares` in plain torch."""
+    return x.to(_wide(x.dtype)).pow(2).sum(-1, keepdim=True).contiguous()
+
+
+def scale_reference(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    width: int,
+    eps: float,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    round_first: bool = False,
+) -> torch.Tensor:
+    """`scale` in plain torch."""
     y = x.to(_wide(x.dtype)) * torch.rsqrt(squares / width + eps)
     dtype = x.dtype
     if round_first and weight is not None:
