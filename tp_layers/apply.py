@@ -9,6 +9,7 @@ from torch import nn
 
 from .collectives import largest
 from .group import Group, GroupLike
+from .layers.options import Options
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import resolve
@@ -19,7 +20,16 @@ Model = TypeVar("Model", bound=nn.Module)
 SAMPLES = 64
 
 
-def apply(model: Model, plan: Mapping[str, Any] | None = None, *, group: GroupLike = None, check: bool = True) -> Model:
+def apply(
+    model: Model,
+    plan: Mapping[str, Any] | None = None,
+    *,
+    group: GroupLike = None,
+    check: bool = True,
+    backend: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    copy: bool = True,
+) -> Model:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
     Args:
@@ -28,18 +38,23 @@ def apply(model: Model, plan: Mapping[str, Any] | None = None, *, group: GroupLi
         plan: module paths to styles. None: the registered plan of the model's class, else its own `_tp_plan`.
         group: a process group or 1-D device mesh. None: the default process group, or a single rank without one.
         check: False accepts a plan in which nobody takes a colwise output split; `describe` then notes it.
+        backend: of the layers' kernels: "triton", "torch", or "auto"; None: TP_LAYERS_BACKEND, else "auto".
+        reduce_dtype: in which partial sums leave their kernels and are reduced, such as torch.float32 for a model in
+            bfloat16. None: the layer's dtype.
+        copy: False moves no bytes: the linear layers keep the full weights and read this rank's part of them, for
+            inference on one rank, experiments, and weights in memory that the ranks share.
 
     Raises:
-        ValueError: the plan does not fit (see `resolve`), the model is in a state that cannot be sharded (see
-            `refuse`, `refuse_planned`), or the ranks hold different weights. The model is as it was.
+        ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
+            (see `refuse`, `refuse_planned`), or the ranks hold different weights. The model is as it was.
     """
-    group = Group.of(group)
+    options, group = Options(backend, reduce_dtype, copy), Group.of(group)
     # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
     refuse(model)
     resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
     refuse_planned(model, resolved)
     _require_equal(model, group)
-    shard_model(model, resolved, group)
+    shard_model(model, resolved, group, options)
     watch_gradients(model, resolved, group)
     for note in resolved.notes:
         logger.warning("%s", note)

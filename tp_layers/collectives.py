@@ -99,6 +99,17 @@ def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.
     return _AllReduce.apply(x, group, consumer)
 
 
+def summed_in(wanted: torch.dtype | None, own: torch.dtype, group: Group) -> torch.dtype | None:
+    """The dtype in which partial sums of dtype `own` leave their kernel and are reduced; None: in `own`.
+
+    It is never narrower than `own`, and there is no other where nothing is reduced.
+    """
+    if wanted is None or group.size == 1:
+        return None
+    wide = torch.promote_types(wanted, own)
+    return None if wide == own else wide
+
+
 def replicate(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`x` itself; its gradient is summed over the ranks."""
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):

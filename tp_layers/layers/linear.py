@@ -6,15 +6,17 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from ..collectives import all_gather, all_reduce, replicate, split
+from ..collectives import all_gather, all_reduce, replicate, split, summed_in
 from ..group import Group, GroupLike
 from ..kernels.colwise import colwise
 from ..kernels.rowwise import rowwise
 from ..plans.spec import ShardSpec
+from .options import DEFAULT, Options
 
 
 def shard_parameter(parameter: torch.Tensor, spec: ShardSpec, group: Group) -> nn.Parameter:
@@ -23,18 +25,35 @@ def shard_parameter(parameter: torch.Tensor, spec: ShardSpec, group: Group) -> n
 
 
 class ShardedLinear(nn.Module):
-    """What the two layers share: the group, the spec of the sharded dim, and how they print."""
+    """What the two layers share: the place of the shard, how they compute, and how they print.
+
+    `weight` is this rank's shard; with `options.copy=False` it is the full weight, of which `ranges` are this rank's.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    in_features: int
+    out_features: int
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, spec: ShardSpec, group: Group) -> None:
+    def __init__(self, linear: nn.Linear, spec: ShardSpec, group: Group, options: Options) -> None:
         super().__init__()
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self.spec, self.group = spec, group
+        self.spec, self.group, self.options = spec, group, options
         # The same cut, of an activation's last dim.
         self.features = ShardSpec(-1, spec.blocks)
+        mine = spec.ranges(group.rank, group.size)
+        self.local_features = sum(stop - start for start, stop, _ in mine)
+        self.ranges = None if options.copy else [(start, stop) for start, stop, _ in mine]
+
+    def cut(self, parameter: torch.Tensor) -> nn.Parameter:
+        """What the layer holds of a parameter that its spec cuts."""
+        if self.options.copy:
+            return shard_parameter(parameter, self.spec, self.group)
+        return cast(nn.Parameter, parameter)
+
+    def check_in_place(self) -> None:
+        """Raises ValueError where a full weight read in place would get the gradient of this rank's part only."""
+        if self.ranges is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+            raise ValueError("a layer with copy=False is for inference: use torch.no_grad(), or shard with copy=True")
 
     def extra_repr(self) -> str:
         """As `nn.Linear` prints itself, with the place of the shard."""
@@ -49,12 +68,14 @@ class ColwiseLinear(ShardedLinear):
     """`x [.., K]`, whole -> `y [.., N / size]`, this rank's part of each block; with `gather` the whole `y [.., N]`."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, spec: ShardSpec, group: Group, gather: bool = False
+        self, linear: nn.Linear, spec: ShardSpec, group: Group, gather: bool = False, options: Options = DEFAULT
     ) -> None:
-        super().__init__(weight, bias, spec, group)
+        super().__init__(linear, spec, group, options)
+        self.weight = self.cut(linear.weight)
+        self.register_parameter("bias", None if linear.bias is None else self.cut(linear.bias))
         self.gather = gather
-        self.in_features = weight.shape[1]
-        self.out_features = spec.length if gather else weight.shape[0]
+        self.in_features = linear.weight.shape[1]
+        self.out_features = spec.length if gather else self.local_features
 
     @classmethod
     def from_linear(
@@ -64,21 +85,20 @@ class ColwiseLinear(ShardedLinear):
         group: GroupLike = None,
         blocks: Sequence[int] | None = None,
         gather: bool = False,
+        options: Options = DEFAULT,
     ) -> "ColwiseLinear":
         """This rank's rows of `linear`, weight and bias cut by one and the same spec.
 
         Raises:
             ValueError: the blocks' sum does not divide `out_features`, or a block is not divisible by the group's size.
         """
-        group = Group.of(group)
-        spec = ShardSpec.of(0, linear.weight.shape[0], blocks)
-        weight = shard_parameter(linear.weight, spec, group)
-        bias = None if linear.bias is None else shard_parameter(linear.bias, spec, group)
-        return cls(weight, bias, spec, group, gather)
+        return cls(linear, ShardSpec.of(0, linear.weight.shape[0], blocks), Group.of(group), gather, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., K]` -> `[.., out_features]`."""
-        y = colwise(replicate(x, self.group), self.weight, self.bias)
+        self.check_in_place()
+        x, backend = replicate(x, self.group), self.options.backend
+        y = colwise(x, self.weight, self.bias, ranges=self.ranges, backend=backend)
         return all_gather(y, self.group, self.features) if self.gather else y
 
 
@@ -90,12 +110,15 @@ class RowwiseLinear(ShardedLinear):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, spec: ShardSpec, group: Group, split_input: bool = False
+        self, linear: nn.Linear, spec: ShardSpec, group: Group, split_input: bool = False, options: Options = DEFAULT
     ) -> None:
-        super().__init__(weight, bias, spec, group)
+        super().__init__(linear, spec, group, options)
+        self.weight = self.cut(linear.weight)
+        self.register_parameter("bias", linear.bias)
         self.split_input = split_input
-        self.in_features = spec.length if split_input else weight.shape[1]
-        self.out_features = weight.shape[0]
+        self.in_features = spec.length if split_input else self.local_features
+        self.out_features = linear.weight.shape[0]
+        self.sum_dtype = summed_in(options.reduce_dtype, linear.weight.dtype, group)
 
     @classmethod
     def from_linear(
@@ -105,29 +128,46 @@ class RowwiseLinear(ShardedLinear):
         group: GroupLike = None,
         blocks: Sequence[int] | None = None,
         split_input: bool = False,
+        options: Options = DEFAULT,
     ) -> "RowwiseLinear":
         """This rank's columns of `linear`, and its whole bias.
 
         Raises:
             ValueError: the blocks' sum does not divide `in_features`, or a block is not divisible by the group's size.
         """
-        group = Group.of(group)
-        spec = ShardSpec.of(1, linear.weight.shape[1], blocks)
-        return cls(shard_parameter(linear.weight, spec, group), linear.bias, spec, group, split_input)
+        return cls(linear, ShardSpec.of(1, linear.weight.shape[1], blocks), Group.of(group), split_input, options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [.., in_features]` -> `[.., N]`.
+    def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """`x [.., in_features]`, or several inputs that add up to that width and are not concatenated -> `[.., N]`.
 
         Raises:
-            ValueError: the width of `x` is not `in_features`.
+            ValueError: the width of `x` is not `in_features`, or a whole input comes in several parts.
         """
-        if x.shape[-1] != self.in_features:
-            whole = x.shape[-1] == self.spec.length
-            raise ValueError(
-                f"this rowwise layer takes {self.in_features} of {self.spec.length} columns on each of "
-                f"{self.group.size} ranks, its input has {x.shape[-1]}: "
-                f"{'a whole input is for rowwise_split_input' if whole else 'check the layer that feeds it'}"
-            )
+        self.check_in_place()
+        self._check_width(x)
         if self.split_input:
+            if not isinstance(x, torch.Tensor):
+                raise ValueError("rowwise_split_input takes one whole input, not several")
             x = split(x, self.group, self.features)
-        return all_reduce(rowwise(x, self.weight, self.bias, add_bias=self.group.rank == 0), self.group)
+        y = rowwise(
+            x,
+            self.weight,
+            self.bias,
+            add_bias=self.group.rank == 0,
+            ranges=self.ranges,
+            out_dtype=self.sum_dtype,
+            backend=self.options.backend,
+        )
+        y = all_reduce(y, self.group)
+        return y if self.sum_dtype is None else y.to(self.weight.dtype)
+
+    def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        width = x.shape[-1] if isinstance(x, torch.Tensor) else sum(part.shape[-1] for part in x)
+        if width == self.in_features:
+            return
+        whole = width == self.spec.length
+        raise ValueError(
+            f"this rowwise layer takes {self.in_features} of {self.spec.length} columns on each of "
+            f"{self.group.size} ranks, its input has {width}: "
+            f"{'a whole input is for rowwise_split_input' if whole else 'check the layer that feeds it'}"
+        )

@@ -11,6 +11,7 @@ from ..group import Group, GroupLike
 from ..kernels.rms_norm import scale, sum_of_squares
 from ..plans.spec import ShardSpec
 from .linear import shard_parameter
+from .options import DEFAULT, Options
 
 
 class AcrossRMSNorm(nn.Module):
@@ -31,14 +32,16 @@ class AcrossRMSNorm(nn.Module):
         group: Group,
         eps: float | None,
         round_first: bool,
+        options: Options = DEFAULT,
     ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.spec, self.group, self.eps, self.round_first = spec, group, eps, round_first
+        self.options = options
 
     @classmethod
-    def from_norm(cls, norm: nn.Module, *, group: GroupLike = None) -> "AcrossRMSNorm":
+    def from_norm(cls, norm: nn.Module, *, group: GroupLike = None, options: Options = DEFAULT) -> "AcrossRMSNorm":
         """From `torch.nn.RMSNorm` or diffusers' RMSNorm over one dim.
 
         Raises:
@@ -58,10 +61,12 @@ class AcrossRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., D / size]` -> the same shape and dtype as the norm it replaces."""
-        squares = all_reduce(sum_of_squares(x), self.group, consumer="split")
+        squares = all_reduce(sum_of_squares(x, backend=self.options.backend), self.group, consumer="split")
         # torch's default is the epsilon of the dtype it computes in, float32 for half precision, not of x's.
         eps = torch.finfo(squares.dtype).eps if self.eps is None else self.eps
-        return scale(x, squares, self.spec.length, eps, self.weight, self.bias, self.round_first)
+        return scale(
+            x, squares, self.spec.length, eps, self.weight, self.bias, self.round_first, backend=self.options.backend
+        )
 
     def extra_repr(self) -> str:
         """The full width, and the place of the shard."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..group import Group, GroupLike
+from ..layers.options import Options
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import resolve
@@ -55,6 +56,8 @@ def load(
     subfolder: str | None = None,
     check: bool = True,
     report: bool = False,
+    backend: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
     **refused: Any,
 ) -> Any:
     """Reads this rank's shards of a diffusers checkpoint and returns the sharded model, in eval mode.
@@ -63,7 +66,7 @@ def load(
         model_class: a diffusers model class, such as `Flux2Transformer2DModel`.
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded.
-        plan, group, check: as in `apply`.
+        plan, group, check, backend, reduce_dtype: as in `apply`.
         dtype: for floating-point parameters, as diffusers casts (`_keep_in_fp32_modules` become float32). None: each
             stays as it is stored.
         device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
@@ -76,14 +79,14 @@ def load(
         OSError: a file cannot be read, or ends early.
     """
     _refuse_arguments(refused)
-    start = time.monotonic()
+    options, start = Options(backend, reduce_dtype), time.monotonic()
     group = Group.of(group)
     device = group.device if device is None else torch.device(device)
     folder = find_folder(path, subfolder)
     model, entries = describe_checkpoint(model_class, folder, dtype)
     resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
     refuse_planned(model, resolved)
-    shard_model(model, resolved, group)
+    shard_model(model, resolved, group, options)
     requested = _fill(model, entries, device)
     watch_gradients(model, resolved, group)
     cast(Any, model).register_to_config(_name_or_path=str(path))

@@ -11,6 +11,7 @@ from ..collectives import split, sum_gradient
 from ..group import Group
 from ..layers.linear import shard_parameter
 from ..layers.norm import AcrossRMSNorm, norm_width
+from ..layers.options import DEFAULT, Options
 from .spec import ShardSpec
 from .style import Specs, Style
 
@@ -30,8 +31,8 @@ class RMSNorm(Style):
     def payload(self, module: nn.Module) -> int:
         return 4  # one float32
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
-        return AcrossRMSNorm.from_norm(module, group=group)
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        return AcrossRMSNorm.from_norm(module, group=group, options=options)
 
 
 class HeadParameters(Style):
@@ -63,7 +64,7 @@ class Divide(Style):
                 raise ValueError(f"{type(module).__name__}.{name} is {value!r}, not an integer to divide")
         return cast(Mapping[str, int], found)
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         for name, value in self.counts(module).items():
             # A count is cut as a dim of that extent is: in equal parts.
             setattr(module, name, ShardSpec.of(0, value).local_shape([value], group.size)[0])
@@ -92,7 +93,7 @@ class SliceOutput(Style):
     dim: int
     output = "split"
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         module.register_forward_hook(_Slicer(self.dim, group))
         return module
 

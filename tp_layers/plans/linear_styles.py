@@ -8,6 +8,7 @@ from torch import nn
 
 from ..group import Group
 from ..layers.linear import ColwiseLinear, RowwiseLinear
+from ..layers.options import DEFAULT, Options
 from .spec import ShardSpec
 from .style import Specs, Style
 
@@ -55,9 +56,9 @@ class PackedColwiseParallel(_Packed):
         spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear))
         return {"weight": spec} if linear.bias is None else {"weight": spec, "bias": spec}
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         linear = _linear(module)
-        return ColwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear))
+        return ColwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class PackedRowwiseParallel(_Packed):
         linear = _linear(module)
         return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear))}
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         linear = _linear(module)
-        return RowwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear))
+        return RowwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
 
 
 class Colwise(PackedColwiseParallel):
@@ -88,8 +89,8 @@ class ColwiseGather(Colwise):
 
     output, collective = "whole", "all-gather"
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
-        return ColwiseLinear.from_linear(_linear(module), group=group, gather=True)
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        return ColwiseLinear.from_linear(_linear(module), group=group, gather=True, options=options)
 
 
 class Rowwise(PackedRowwiseParallel):
@@ -104,5 +105,5 @@ class RowwiseSplitInput(Rowwise):
 
     input = "whole"
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
-        return RowwiseLinear.from_linear(_linear(module), group=group, split_input=True)
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        return RowwiseLinear.from_linear(_linear(module), group=group, split_input=True, options=options)

@@ -1,10 +1,12 @@
 """A resolved plan carried out on a model, one module at a time; in memory and, on meta, for the loader."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..group import Group
+from ..layers.linear import ShardedLinear
+from ..layers.options import DEFAULT, Options
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
@@ -23,8 +25,9 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return model.__dict__.get("_tp_layers")
 
 
-def shard_model(model: nn.Module, resolved: Resolved, group: Group) -> None:
+def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Options = DEFAULT) -> None:
     """Puts the sharded layers in place. Each full parameter is freed before the next one is cut."""
+    specs = dict(resolved.specs)
     for path, style in resolved.styles.items():
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -32,10 +35,13 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group) -> None:
             setattr(parent, name, style.shard_parameter(getattr(parent, name), group))
             continue
         module = parent.get_submodule(name)
-        sharded = style.shard(module, group)
+        sharded = style.shard(module, group, options)
+        if isinstance(sharded, ShardedLinear) and not options.copy:
+            # Its parameters stay whole, for saving as for describing.
+            specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
             parent._modules[name] = sharded.train(module.training)
-    model.__dict__["_tp_layers"] = Sharding(group, resolved)
+    model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 
 

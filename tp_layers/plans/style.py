@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..group import Group
+from ..layers.options import DEFAULT, Options
 from .spec import ShardSpec
 
 Specs = dict[str, ShardSpec]
@@ -45,7 +46,7 @@ class Style:
         """The style for this one module, free of functions, so that it can be sent to another process."""
         return self
 
-    def shard(self, module: nn.Module, group: Group) -> nn.Module:
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         """The module to put in `module`'s place (possibly itself), holding this rank's shards."""
         return module
 
