@@ -32,7 +32,7 @@ class AcrossRMSNorm(nn.Module):
         group: Group,
         eps: float | None,
         round_first: bool,
-        options: Options = DEFAULT,
+        options: Options,
     ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
@@ -55,9 +55,8 @@ class AcrossRMSNorm(nn.Module):
         )
         # A norm without parameters would otherwise check its width only in forward.
         spec.ranges(group.rank, group.size)
-        return cls(
-            weight, bias, spec, group, cast(float | None, norm.eps), round_first=not isinstance(norm, nn.RMSNorm)
-        )
+        round_first = not isinstance(norm, nn.RMSNorm)
+        return cls(weight, bias, spec, group, cast(float | None, norm.eps), round_first, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., D / size]` -> the same shape and dtype as the norm it replaces."""
