@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 
 import pytest
@@ -85,6 +86,10 @@ def live_bytes(group):
     try:
         with Live(model) as live:
             apply(model, STACK, group=group)
+        # The process group's own thread may hold what it reduced for a moment longer.
+        deadline = time.monotonic() + 10
+        while live.bytes > wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
         return live.start, live.peak, live.bytes, largest, wanted
     finally:
         gc.enable()
@@ -206,7 +211,7 @@ def test_ranks_with_unlike_weights_are_refused_on_every_rank(ranks, size, differ
 def alike(model, rank):
     for value, parameter in zip((float("nan"), float("inf"), -float("inf"), 0.0), model.parameters(), strict=False):
         parameter.data.fill_(value)
-    model.blocks[2].up.weight.data.fill_(float("inf"))[0] = -float("inf")
+    model.blocks[2].up.weight.data.fill_(float("inf"))[64:] = -float("inf")
 
 
 def test_ranks_with_equal_weights_are_not_refused_whatever_the_values(ranks):

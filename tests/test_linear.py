@@ -329,6 +329,8 @@ def test_size_one_is_the_linear_layer_bit_for_bit_without_a_collective(ranks, ki
     linear = linear_for(kind, 1, dtype, unit=31, other=67, integer=False)
     shapes = ((1,), (0,), (7,), (2, 9), (2, 3, 1, 5))
     cases = [(linear, noise((*shape, linear.in_features), 1, dtype)) for shape in shapes]
+    # Here a flattened product has other bits.
+    cases.append((linear, noise((9, 2, linear.in_features), 1, dtype).transpose(0, 1)))
     for found in [at_size_one(Group(), kind, cases), *ranks(1, at_size_one, kind, cases)]:
         for (plain, y, names), (_, x) in zip(found, cases, strict=True):
             wanted = F.linear(x, linear.weight, linear.bias)

@@ -13,8 +13,10 @@ class Pair(nn.Module):
     def __init__(self, optional="present"):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-        if optional != "absent":
-            self.extra = nn.Linear(8, 8) if optional == "present" else None
+        if optional in ("present", "emptied"):
+            self.extra = nn.Linear(8, 8)
+        if optional in ("none", "emptied"):
+            self.extra = None
 
 
 class Streams(nn.Module):
@@ -23,7 +25,7 @@ class Streams(nn.Module):
     def __init__(self):
         super().__init__()
         self.modes = nn.ModuleDict({name: nn.ModuleList([Pair(), Pair()]) for name in ("image", "text")})
-        self.blocks = nn.ModuleList([Pair(), Pair("none"), Pair("absent")])
+        self.blocks = nn.ModuleList(Pair(optional) for optional in ("present", "none", "emptied", "absent"))
         self.tail = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         self.table = nn.Parameter(nn.Linear(8, 8).weight.detach())
 
@@ -32,7 +34,7 @@ STREAMS = ["image.0", "image.1", "text.0", "text.1"]
 NAMED = {
     "no_star": ("tail.0", ["tail.0"]),
     "an_exact_block": ("blocks.1.up", ["blocks.1.up"]),
-    "one_star_over_a_list": ("blocks.*.up", ["blocks.0.up", "blocks.1.up", "blocks.2.up"]),
+    "one_star_over_a_list": ("blocks.*.up", [f"blocks.{index}.up" for index in range(4)]),
     "one_star_over_a_dict": ("modes.*.1.up", ["modes.image.1.up", "modes.text.1.up"]),
     "two_stars": ("modes.*.*.up", [f"modes.{name}.up" for name in STREAMS]),
     "three_stars": ("*.*.*.up", [f"modes.{name}.up" for name in STREAMS]),
@@ -40,7 +42,7 @@ NAMED = {
     "a_star_over_a_sequential": ("tail.*", ["tail.0", "tail.1", "tail.2"]),
     "a_module_that_is_none_or_absent_in_some_blocks": ("blocks.*.extra", ["blocks.0.extra"]),
     "a_bare_parameter": ("table", ["table"]),
-    "a_parameter_of_a_module": ("blocks.*.up.bias", ["blocks.0.up.bias", "blocks.1.up.bias", "blocks.2.up.bias"]),
+    "a_parameter_of_a_module": ("blocks.*.up.bias", [f"blocks.{index}.up.bias" for index in range(4)]),
 }
 
 
@@ -62,7 +64,7 @@ def test_a_star_is_one_whole_component_and_no_part_of_a_name():
 
 BLOCKS = {
     "no_star_is_the_model": ("tail.0", [""]),
-    "one_star": ("blocks.*.up", ["blocks.0", "blocks.1", "blocks.2"]),
+    "one_star": ("blocks.*.up", [f"blocks.{index}" for index in range(4)]),
     "the_last_of_two_stars": ("modes.*.*.up", [f"modes.{name}" for name in STREAMS]),
     "a_star_for_the_module_itself_is_what_holds_the_list": ("modes.*.0.*", ["modes.image", "modes.text"]),
     "a_list_of_the_model_itself": ("tail.*", [""]),
@@ -78,7 +80,7 @@ def test_the_block_of_a_match(key, blocks):
 def test_the_matches_come_in_the_order_of_the_plan():
     plan = {"tail.2": "rowwise", "blocks.*.down": "rowwise", "tail.0": "colwise"}
     assert [item.path for item in match(Streams(), plan)] == [
-        "tail.2", "blocks.0.down", "blocks.1.down", "blocks.2.down", "tail.0"
+        "tail.2", *(f"blocks.{index}.down" for index in range(4)), "tail.0"
     ]  # fmt: skip
 
 
@@ -95,7 +97,7 @@ WRONG = {
         {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.third": "rowwise"},
         ["'blocks.*.third' matches nothing in Streams"],
     ),
-    "past_the_last_block": ({"blocks.3.up": "colwise"}, ["'blocks.3.up' matches nothing"]),
+    "past_the_last_block": ({"blocks.4.up": "colwise"}, ["'blocks.4.up' matches nothing"]),
     "below_a_layer": ({"tail.0.up": "colwise"}, ["'tail.0.up' matches nothing"]),
     "no_bias": ({"tail.1.bias": "colwise"}, ["'tail.1.bias' matches nothing"]),
     "nothing_alike": ({"zzzzzz": "colwise"}, ["'zzzzzz' matches nothing in Streams"]),
