@@ -193,7 +193,12 @@ def by_nan(model, rank):
     model.blocks[0].norm.weight.data.fill_(float("nan") if rank else 1.0)
 
 
+def beyond_the_first_column(model, rank):
+    model.blocks[1].up.weight.data[:, 1:] += rank
+
+
 DIFFERENCES = {
+    "columns_but_the_first": (2, beyond_the_first_column, "blocks.1.up.weight"),
     "other_seeds": (2, by_seed, "blocks.1.table"),
     "a_parameter_that_stays_whole": (2, in_a_whole_parameter, "blocks.2.whole.bias"),
     "one_rank_of_four": (4, on_the_last_rank, "blocks.0.norm.weight"),

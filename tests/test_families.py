@@ -12,6 +12,7 @@ from torch import nn
 import tp_layers
 from close import FLOAT32, relative_error
 from families import FAMILIES, run
+from tp_layers.collectives import GATHER
 from tp_layers.group import Group
 from tp_layers.plans.shard import sharding_of
 
@@ -41,7 +42,7 @@ def without_collectives(group: Group, name: str, folder: str) -> list[list[torch
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a collective was called")
 
-    names = ("all_reduce", "all_gather_into_tensor", "broadcast_object_list", "send", "recv")
+    names = ("all_reduce", GATHER, "broadcast_object_list", "send", "recv")
     kept = {call: getattr(dist, call) for call in names}
     try:
         for call in names:

@@ -398,7 +398,11 @@ READ = {
     "by_a_packed_rowwise": {"first": "colwise", "last": PackedRowwiseParallel([1, 1])},
     "gathered": {"first": "colwise_gather"},
     "never_split": {"last": "rowwise_split_input"},
-    "a_table_by_the_projection_of_its_block": {"blocks.1.rope": SliceOutput(-1), "blocks.*.ff_context.down": "rowwise"},
+    "a_table_by_the_projection_of_its_block": {
+        "blocks.1.rope": SliceOutput(-1),
+        "blocks.*.ff.up": "colwise",
+        "blocks.*.ff_context.down": "rowwise",
+    },
 }
 
 

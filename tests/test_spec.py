@@ -234,3 +234,11 @@ def test_a_meta_tensor_has_meta_shards():
     spec = ShardSpec.of(0, 48, [3, 1])
     shard = spec.take(torch.empty(48, 5, device="meta"), 1, 4)
     assert shard.is_meta and shard.shape == (12, 5)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1), (3, 3), (3,)], ids=["one_row", "one_column", "narrow", "flat"])
+def test_a_shard_of_another_shape_is_refused_and_not_broadcast(shape):
+    full = torch.zeros(3, 8)
+    with pytest.raises(ValueError, match="is no shard of"):
+        ShardSpec.of(1, 8).put(torch.ones(shape), full, 0, 2)
+    assert not full.any()

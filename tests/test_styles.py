@@ -6,6 +6,7 @@ a rank holds is compared with a cut written out by hand.
 
 import copy
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -308,6 +309,17 @@ def test_slice_output_slices_the_tensors_of_any_nesting(value, wanted):
     assert same(module(T), wanted)
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert same(copied(T), wanted)
+
+
+class Named(NamedTuple):
+    cos: torch.Tensor
+
+
+@pytest.mark.parametrize("value", [{"cos": T}, Named(T), (T, {"sin": T})], ids=["a_dict", "a_named_tuple", "within"])
+def test_slice_output_refuses_what_it_would_leave_whole(value):
+    module = SliceOutput(-1).shard(Returns(value), Group(1, 2))
+    with pytest.raises(TypeError, match=r"slices tensors, plain tuples and lists; Returns returns a (dict|Named)"):
+        module(T)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -2, -3])

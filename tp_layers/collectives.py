@@ -18,6 +18,9 @@ import torch.distributed as dist
 from .group import Group
 from .plans.spec import ShardSpec
 
+# torch 2.13 renamed it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     if not x.is_contiguous():
@@ -31,9 +34,8 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
 def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
     shards = x.new_empty((group.size, *x.shape))
     if x.numel():
-        dist.all_gather_into_tensor(
-            shards.flatten(0, 1) if x.dim() else shards, x.contiguous(), group=group.process_group
-        )
+        rows = shards.flatten(0, 1) if x.dim() else shards
+        getattr(dist, GATHER)(rows, x.contiguous(), group=group.process_group)
     return spec.merge(shards.unbind())
 
 
@@ -128,9 +130,14 @@ def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
 
 
 def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
-    """From now on the gradient of a whole `parameter` that every rank uses for its own heads is summed over ranks."""
-    if group.size == 1:
+    """From now on the gradient of a whole `parameter` that every rank uses for its own heads is summed over the ranks.
+
+    Called again for the same parameter, it does nothing.
+    """
+    if group.size == 1 or getattr(parameter, "tp_layers_summed", False):
         return
+    # Not copied with the parameter, as the hook is not.
+    parameter.tp_layers_summed = True  # type: ignore[attr-defined]
     # A tensor accepts a hook only while it requires a gradient; the hook stays if it is frozen and thawed later.
     wanted = parameter.requires_grad
     parameter.requires_grad_(True)

@@ -18,12 +18,10 @@ from torch import nn
 from .collectives import gather_objects
 from .group import Group, GroupLike
 from .launch import Ranks
-from .plans.match import match
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
-from .plans.resolve import resolve
+from .plans.resolve import Resolved, resolve
 from .plans.shard import shard_model
-from .plans.styles import Style
 from .trace import Finding, Recorder, findings
 
 # Rounding in another order stays below 1e-5 in float32; the faults a plan can have start at about 1e-3.
@@ -91,21 +89,20 @@ def verify(
         raise ValueError("verify needs size=, the number of ranks to start")
     plan = plan_for(model) if plan is None else plan
     refuse(model)
-    refuse_planned(model, resolve(model, plan, size, check=check))
-    # Checked as written; each module then has its own entry, without functions, so that it can go to other processes.
-    pinned = {item.path: item.style.pinned(item.target) for item in match(model, plan)}
+    resolved = resolve(model, plan, size, check=check)
+    refuse_planned(model, resolved)
     if given:
-        return compare(Group.of(group), model, inputs, pinned)
+        return compare(Group.of(group), model, inputs, resolved)
     with Ranks(size) as ranks:
-        return ranks.run(compare, model, inputs, pinned)[0]
+        return ranks.run(compare, model, inputs, resolved)[0]
 
 
-def compare(group: Group, model: nn.Module, inputs: Any, plan: Mapping[str, Style]) -> Verification:
+def compare(group: Group, model: nn.Module, inputs: Any, resolved: Resolved) -> Verification:
     """`verify` on the ranks of `group`."""
     # nn.Module's own `to`: diffusers' warns about modules it would rather keep in float32, which these all become.
     model = nn.Module.to(copy.deepcopy(model), group.device, torch.float32).eval()
     inputs = _prepare(inputs, group.device)
-    resolved = resolve(model, plan, group.size, check=False)
+    plan = resolved.styles
     reference = Recorder(model, resolved)
     reference.run(inputs)
     if reference.failure is not None:

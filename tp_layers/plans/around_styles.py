@@ -35,11 +35,27 @@ class RMSNorm(Style):
         return AcrossRMSNorm.from_norm(module, group=group, options=options)
 
 
+@dataclass(frozen=True)
+class _Watcher:
+    """Renews the sum of gradients before a call: a copied model has new parameters, without the hooks of the old."""
+
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            for parameter in module.parameters():
+                sum_gradient(parameter, self.group)
+
+
 class HeadParameters(Style):
     """`"replicated_with_grad_allreduce"`: whole parameters that each rank applies to its own heads (a q/k norm).
 
     Their values stay whole; every rank sees the gradient of its own heads only, so the gradients are summed.
     """
+
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        module.register_forward_pre_hook(_Watcher(group))
+        return module
 
     def watch(self, module: nn.Module, group: Group) -> None:
         for parameter in module.parameters():
@@ -81,8 +97,12 @@ class _Slicer:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return split(output, self.group, ShardSpec.of(self.dim, output.shape[self.dim]))
-        if isinstance(output, tuple | list):
+        if type(output) in (tuple, list):
             return type(output)(self(module, args, item) for item in output)
+        if isinstance(output, tuple | Mapping):
+            # Passed on, the tensors in it would stay whole and be read as slices.
+            what = f"{type(module).__name__} returns a {type(output).__name__}"
+            raise TypeError(f"SliceOutput slices tensors, plain tuples and lists; {what}")
         return output
 
 

@@ -20,6 +20,11 @@ class Match:
     target: nn.Module | nn.Parameter
 
     @property
+    def splits(self) -> bool:
+        """Whether it takes a whole tensor and returns a split one, as a colwise projection does."""
+        return self.style.input == "whole" and self.style.output == "split"
+
+    @property
     def block(self) -> str:
         """The path of the block that the key's last `*` names; "" is the model itself.
 

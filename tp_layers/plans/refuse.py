@@ -76,10 +76,23 @@ def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
         if type(planned.data) is not torch.Tensor or not planned.is_floating_point():
             kind = f"{type(planned.data).__name__} of {planned.dtype}"
             yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"
+    yield from _fused_reasons(model, resolved)
     for path, style in resolved.styles.items():
         # Only a style with an input puts a layer of its own in the module's place.
         if style.input is not None:
             yield from _layer_reasons(path, model.get_submodule(path))
+
+
+def _fused_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
+    """Attention whose projections diffusers has fused: the separate ones are still there, and no longer used."""
+    names: dict[str, list[str]] = {}
+    for path in resolved.styles:
+        parent, _, name = path.rpartition(".")
+        names.setdefault(parent, []).append(name)
+    for parent, planned in names.items():
+        fused = getattr(model.get_submodule(parent), "fused_projections", False)
+        if fused and not any("qkv" in name for name in planned):
+            yield f"the projections of '{parent}' are fused, and its plan names {planned}: shard first, or plan to_qkv"
 
 
 def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
@@ -123,7 +136,8 @@ def guard(model: nn.Module) -> None:
     for name, (what, instead) in REFUSED.items():
         if hasattr(model, name):
             model.__dict__[name] = Refusal(what, instead)
-    if hasattr(model, "_parallel_config"):
+    # A context-parallel config, on another axis, stays.
+    if getattr(model, "_parallel_config", False) is None:
         from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 
         # Pipelines ask this before they offload a component.

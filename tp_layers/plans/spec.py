@@ -86,6 +86,9 @@ class ShardSpec:
         """Pairs of views, of `full` and of `rank`'s `shard`, that stand for the same elements."""
         if full.shape[self.dim] != self.length:
             raise ValueError(f"dim {self.dim} has {full.shape[self.dim]} entries, the spec was made for {self.length}")
+        if tuple(shard.shape) != self.local_shape(full.shape, size):
+            # copy_ would broadcast a shard that is too small.
+            raise ValueError(f"{tuple(shard.shape)} is no shard of {tuple(full.shape)} over {size} ranks")
         for start, stop, at in self.ranges(rank, size):
             count = stop - start
             yield full.narrow(self.dim, start, count), shard.narrow(self.dim, at, count)
