@@ -14,6 +14,16 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-300))
 
 
+def nearly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Within what float32 arithmetic in another order may reach."""
+    return relative_error(got, wanted) <= FLOAT32
+
+
+def exactly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal in every element and in the dtype."""
+    return got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Draws every parameter, norms and biases too; weights by 1 / sqrt(fan in), so that activations stay near 1."""
     generator = torch.Generator().manual_seed(seed)

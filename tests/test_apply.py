@@ -1,120 +1,17 @@
-"""`apply`: one parameter in flight, whatever the plan does not name untouched, and the gradients of one device."""
+"""`apply`: whatever the plan does not name is carried over untouched, and ranks with unlike weights are refused."""
 
 import copy
-import gc
-import time
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from close import FLOAT32, relative_error
 from families import FAMILIES
-from test_styles import integers
-from tp_layers import Divide, PackedColwiseParallel, ShardParameter, apply
+from stack import STACK, Stack
+from tp_layers import apply
 from tp_layers.plans.shard import sharding_of
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
-
-
-class Live(TorchDispatchMode):
-    """The bytes of the tensors of `model`, and of whatever operations within the context allocate, while it lives."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.sizes = {}
-        self.note([*model.parameters(), *model.buffers()])
-        self.start = self.peak = self.bytes
-
-    @property
-    def bytes(self):
-        return sum(self.sizes.values())
-
-    def note(self, tensors):
-        for storage in (tensor.untyped_storage() for tensor in tensors):
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.note(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        self.peak = max(self.peak, self.bytes)
-        return result
-
-
-class Block(nn.Module):
-    """Layers of unlike sizes, the largest neither first nor last, and each kind of a planned parameter."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(64, rows), nn.RMSNorm(rows), nn.Linear(rows, 64)
-        self.table = nn.Parameter(torch.ones(64, rows))
-        self.whole = nn.Linear(64, 64)
-        self.register_buffer("steps", torch.arange(64.0))
-        self.register_buffer("cache", torch.ones(3), persistent=False)
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(rows) for rows in (64, 512, 128))
-
-
-STACK = {
-    "blocks.*.up": PackedColwiseParallel([1, 3]),
-    "blocks.*.norm": "rms_norm",
-    "blocks.*.table": ShardParameter(-1),
-    "blocks.*.down": "rowwise",
-}
-
-
-def live_bytes(group):
-    """Start, peak and end of the live bytes, the largest parameter, and the bytes the sharded model should hold."""
-    model = Stack()
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    largest = max(parameter.nbytes for parameter in model.parameters())
-    planned = {name for name, _ in model.named_parameters() if name.split(".")[-2] != "whole"}
-    planned -= {name for name in planned if name.endswith("down.bias")}
-    wanted = sum(p.nbytes // (group.size if name in planned else 1) for name, p in model.named_parameters())
-    wanted += sum(buffer.nbytes for buffer in model.buffers())
-    gc.disable()
-    try:
-        with Live(model) as live:
-            apply(model, STACK, group=group)
-        # The process group's own thread may hold what it reduced for a moment longer.
-        deadline = time.monotonic() + 10
-        while live.bytes > wanted and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return live.start, live.peak, live.bytes, largest, wanted
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_no_more_than_one_parameter_is_in_flight(ranks, size):
-    for start, peak, end, largest, wanted in ranks(size, live_bytes):
-        assert start < peak <= start + largest
-        assert end == wanted
-
-
-def test_live_counts_what_is_allocated_and_freed():
-    model = nn.Linear(4, 4, bias=False)
-    with Live(model) as live:
-        assert live.bytes == 64
-        more = model.weight * 2
-        view = more[1:]
-        assert (live.bytes, live.peak) == (128, 128)
-        del more
-        assert live.bytes == 128
-        del view
-        assert live.bytes == 64
-        _ = model.weight + 1 + 1
-    assert live.peak == 192
 
 
 def marked_stack():
@@ -221,80 +118,6 @@ def alike(model, rank):
 
 def test_ranks_with_equal_weights_are_not_refused_whatever_the_values(ranks):
     assert [message for message, _ in ranks(2, unlike, alike)] == ["", ""]
-
-
-class ScaleNorm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class Headed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = 4
-        self.norm, self.to_q, self.norm_q, self.to_out = ScaleNorm(6), nn.Linear(6, 8), ScaleNorm(2), nn.Linear(8, 6)
-
-    def forward(self, x):
-        return self.to_out(self.norm_q(self.to_q(self.norm(x)).unflatten(-1, (self.heads, 2))).flatten(-2))
-
-
-def head_gradients(group, freeze):
-    """The gradients of both norms, sharded and whole, after two backward passes."""
-    model = nn.Sequential(Headed())
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.data = integers(*parameter.shape, seed=seed)
-    whole = copy.deepcopy(model)
-    model[0].norm_q.requires_grad_(not freeze)
-    plan = {"0": Divide("heads"), "0.to_q": "colwise", "0.to_out": "rowwise"}
-    apply(model, plan, group=group)
-    frozen = model[0].norm_q.weight.requires_grad is False
-    model[0].norm_q.requires_grad_(True)
-    for module in (model, whole):
-        for seed in (10, 11):
-            module(integers(5, 6, seed=seed)).backward(integers(5, 6, seed=seed + 10))
-    return frozen, [(m[0].norm_q.weight.grad.tolist(), m[0].norm.weight.grad.tolist()) for m in (model, whole)]
-
-
-@pytest.mark.parametrize("freeze", [False, True], ids=["trained_from_the_start", "thawed_after_sharding"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_gradient_of_a_head_norm_is_summed_and_of_no_other(ranks, size, freeze):
-    for frozen, (got, wanted) in ranks(size, head_gradients, freeze):
-        assert frozen is freeze
-        assert got == wanted
-        assert any(wanted[0])
-
-
-def flux_errors(group):
-    """The relative errors of the output and of this rank's gradient of every parameter, of FLUX in float64.
-
-    Softmax ignores a shift of k, so the gradient of a k bias is a small difference: in float32 it is 2e-6 off.
-    """
-    model, whole = FLUX.build(dtype=torch.float64), FLUX.build(dtype=torch.float64)
-    inputs = {name: value.double() for name, value in FLUX.inputs().items()}
-    outputs = []
-    for module in (apply(model, group=group), whole):
-        output = module(**inputs, return_dict=False)[0]
-        (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
-        outputs.append(output.detach())
-    specs, full, errors = sharding_of(model).resolved.specs, dict(whole.named_parameters()), {}
-    for name, parameter in model.named_parameters():
-        wanted = full[name].grad
-        if name in specs:
-            wanted = specs[name].take(wanted, group.rank, group.size)
-        errors[name] = relative_error(parameter.grad, wanted)
-    return relative_error(*outputs), errors
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_flux_has_the_output_and_the_gradients_of_one_device(ranks, size):
-    for output, errors in ranks(size, flux_errors):
-        assert output <= FLOAT32
-        assert {name: error for name, error in errors.items() if error > FLOAT32} == {}
-        assert sum(".norm_q." in name or ".norm_added_k." in name for name in errors) == 4
 
 
 def test_a_sharded_model_is_copied_with_its_output_and_its_keys():

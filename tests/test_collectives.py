@@ -1,42 +1,18 @@
-"""The collectives: the table of the module's docstring with small integers (exactly equal), and what each refuses."""
+"""What each collective returns and what its gradient is: the table of the module's docstring, in small integers."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from calls import Calls
+from seeded import integers, per_rank
 from tp_layers import collectives
 from tp_layers.collectives import all_gather, all_reduce, replicate, split, sum_gradient
-from tp_layers.group import Group
 from tp_layers.plans.spec import ShardSpec
 
 SIZES = [1, 2, 3, 4]
 BLOCKS = {"one_block": (12,), "three_to_one": (36, 12), "grouped_qkv_and_gated_mlp": (24, 12, 12, 36, 36)}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-class Calls(TorchDispatchMode):
-    """Names every collective that runs within: `with Calls() as calls: ...`, then `calls.names`."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
-def integers(shape, seed, dtype=torch.float32):
-    """Small integers, whose sums no dtype rounds."""
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def per_rank(shape, size, seed, dtype=torch.float32):
-    """What each rank puts in, in rank order."""
-    return [integers(shape, 100 * seed + rank, dtype) for rank in range(size)]
 
 
 def with_gradient(function, x, grad):
@@ -74,7 +50,7 @@ def test_all_reduce_sums_in_place_and_its_dual_is_chosen_by_the_consumer(ranks, 
 
 
 def replicated(group):
-    x, grads = integers((3, 5), 1), per_rank((3, 5), group.size, 2)
+    x, grads = integers(3, 5, seed=1), per_rank((3, 5), group.size, 2)
     with torch.no_grad():
         same = replicate(x, group) is x
     return same, with_gradient(lambda t: replicate(t, group), x, grads[group.rank])
@@ -84,7 +60,7 @@ def replicated(group):
 def test_replicate_is_the_tensor_and_sums_its_gradient(ranks, size):
     for same, (result, grad) in ranks(size, replicated):
         assert same
-        assert torch.equal(result, integers((3, 5), 1))
+        assert torch.equal(result, integers(3, 5, seed=1))
         assert torch.equal(grad, sum(per_rank((3, 5), size, 2)))
 
 
@@ -101,7 +77,7 @@ def whole_pair(blocks, dim):
     """A full tensor whose `dim` is made of `blocks`, and another as its gradient; the same on every rank."""
     shape = [2, 3, 2]
     shape[dim] = sum(blocks)
-    return integers(shape, 1), integers(shape, 2)
+    return integers(*shape, seed=1), integers(*shape, seed=2)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1], ids=["first_dim", "middle_dim", "last_dim"])
@@ -132,85 +108,6 @@ def test_split_takes_the_own_shard_and_its_dual_merges(ranks, size, blocks, dim)
         assert torch.equal(full_grad, grad)
 
 
-def expanded_gradients(group):
-    """The gradients of each collective for `result.sum()`, whose incoming gradient is one expanded element."""
-    spec = ShardSpec(-1, (12,))
-    full = torch.ones(2, 12)
-    found = []
-    for function, x in (
-        (lambda t: all_reduce(t, group, consumer="split"), full),
-        (lambda t: replicate(t, group), full),
-        (lambda t: all_gather(t, group, spec), spec.take(full, group.rank, group.size)),
-        (lambda t: split(t, group, spec), full),
-    ):
-        leaf = x.clone().requires_grad_()
-        function(leaf * 1).sum().backward()
-        found.append(leaf.grad)
-    return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_an_expanded_gradient_is_reduced_right(ranks, size):
-    full = torch.ones(2, 12)
-    for reduce, replica, gather, part in ranks(size, expanded_gradients):
-        assert torch.equal(reduce, full * size) and torch.equal(replica, full * size)
-        assert torch.equal(gather, torch.ones(2, 12 // size)) and torch.equal(part, full)
-
-
-def shards_with_strides(group):
-    """Shards that are transposed, a column view, or expanded, gathered along the last dim."""
-    spec = ShardSpec(-1, (9 * group.size, 3 * group.size))
-    full = integers((5, 12 * group.size), 3)
-    shard = spec.take(full, group.rank, group.size)
-    column_view = torch.full((5, 30), -99.0)[:, 7:19]
-    column_view.copy_(shard)
-    alike = shard[:1].expand(5, -1)
-    return all(
-        torch.equal(all_gather(x, group, spec), wanted)
-        for x, wanted in (
-            (shard.t().contiguous().t(), full),
-            (column_view, full),
-            (alike, full[:1].expand(5, -1)),
-        )
-    )
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_all_gather_takes_shards_of_any_strides(ranks, size):
-    assert all(ranks(size, shards_with_strides))
-
-
-def refused_views(group):
-    """For views that are not contiguous: the refusal on both paths, and whether the memory around is as it was."""
-    found = {}
-    base = integers((4, 6), group.rank)
-    for name, view in (
-        ("column_view", base[:, :3]),
-        ("every_other_row", base[::2]),
-        ("transposed", base.t()),
-        ("expanded", base[:1].expand(4, 6)),
-    ):
-        for grad in (False, True):
-            before = base.clone()
-            x = view.detach().requires_grad_(grad)
-            try:
-                all_reduce(x, group)
-                message = "accepted"
-            except ValueError as error:
-                message = str(error)
-            found[name, grad] = message, torch.equal(base, before)
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_reduce_refuses_what_is_not_contiguous_and_leaves_the_neighbours(ranks, size):
-    for found in ranks(size, refused_views):
-        assert len(found) == 8
-        for message, untouched in found.values():
-            assert "cannot all-reduce a tensor of shape" in message and "strides" in message
-            assert untouched
-
-
 def empty(group):
     """Whether results and gradients of tensors without elements have the right shapes, and the collectives made."""
     spec = ShardSpec(-1, (3 * group.size, group.size))
@@ -235,106 +132,6 @@ def test_tensors_without_elements_pass_without_a_collective(ranks, size):
     for right, names in ranks(size, empty):
         assert all(right.values()), right
         assert names == []
-
-
-def alone(group):
-    """At size 1: whether each function returns its argument, and the collectives that ran."""
-    x, spec = integers((3, 4), 1), ShardSpec(-1, (3, 1))
-    leaf = x.clone().requires_grad_()
-    column_view = x[:, :2]
-    scale = nn.Parameter(torch.ones(2))
-    with Calls() as calls:
-        same = [
-            result is given
-            for given in (x, leaf, column_view)
-            for result in (
-                all_reduce(given, group),
-                all_reduce(given, group, consumer="split"),
-                replicate(given, group),
-                all_gather(given, group, spec),
-                split(given, group, spec),
-            )
-        ]
-        sum_gradient(scale, group)
-        (scale * 3).sum().backward()
-        largest = collectives.largest(x, group)
-        text = collectives.broadcast_text("a text", group)
-    return same, torch.equal(largest, x), text, scale.grad.tolist(), calls.names
-
-
-def test_size_one_returns_its_argument_and_makes_no_collective(ranks):
-    for same, equal, text, grad, names in [alone(Group()), *ranks(1, alone)]:
-        assert len(same) == 15 and all(same)
-        assert (equal, text, grad, names) == (True, "a text", [3.0, 3.0], [])
-
-
-def named_calls(group):
-    """How many collectives each function makes, forward and backward."""
-    spec, x = ShardSpec(-1, (12,)), torch.ones(2, 12)
-    shard = spec.take(x, group.rank, group.size)
-    found = {}
-    for name, function, given in (
-        ("all_reduce", lambda t: all_reduce(t, group), x),
-        ("all_reduce_split", lambda t: all_reduce(t, group, consumer="split"), x),
-        ("replicate", lambda t: replicate(t, group), x),
-        ("all_gather", lambda t: all_gather(t, group, spec), shard),
-        ("split", lambda t: split(t, group, spec), x),
-    ):
-        leaf = given.clone().requires_grad_()
-        with Calls() as forward:
-            result = function(leaf * 1)
-        with Calls() as backward:
-            result.sum().backward()
-        found[name] = len(forward.names), len(backward.names)
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_each_function_makes_the_collectives_of_the_table_and_no_more(ranks, size):
-    for found in ranks(size, named_calls):
-        assert found == {
-            "all_reduce": (1, 0),
-            "all_reduce_split": (1, 1),
-            "replicate": (0, 1),
-            "all_gather": (1, 0),
-            "split": (0, 1),
-        }
-
-
-def two_at_once(group):
-    """Whether the first of two results of each function has its values when the second is there."""
-    spec = ShardSpec(-1, (12,))
-    kept = []
-    for function, shape in (
-        (lambda t: all_reduce(t, group), (2, 12)),
-        (lambda t: all_gather(t, group, spec), (2, 12 // group.size)),
-        (lambda t: split(t, group, spec), (2, 12)),
-        (lambda t: replicate(t, group), (2, 12)),
-        (lambda t: collectives.largest(t, group), (2, 12)),
-    ):
-        first = function(torch.full(shape, 1.0))
-        before = first.clone()
-        second = function(torch.full(shape, 2.0))
-        kept.append(torch.equal(first, before) and torch.equal(second, 2 * before))
-    return kept
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_two_results_alive_at_once_keep_their_values(ranks, size):
-    for kept in ranks(size, two_at_once):
-        assert kept == [True] * 5
-
-
-def random_sum(group, dtype):
-    x = torch.randn(37, 1031, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
-    return all_reduce(x.clone(), group), all_reduce(x.clone(), group)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_rank_gets_the_same_bits_and_so_does_a_second_call(ranks, size, dtype):
-    found = ranks(size, random_sum, dtype)
-    assert all(torch.equal(result, found[0][0]) for pair in found for result in pair)
 
 
 def head_gradients(group, thaw):
@@ -373,48 +170,3 @@ def frozen_head(group):
 @pytest.mark.parametrize("size", SIZES)
 def test_sum_gradient_leaves_a_frozen_parameter_alone(ranks, size):
     assert ranks(size, frozen_head) == [(None, [])] * size
-
-
-def largest_of(group):
-    x = per_rank((4, 6), group.size, 1)[group.rank]
-    before = x.clone()
-    found = [collectives.largest(value, group) for value in (x, x.t(), x[:, :3], x[::2])]
-    return torch.equal(x, before), found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_largest_is_a_new_tensor(ranks, size):
-    wanted = torch.stack(per_rank((4, 6), size, 1)).amax(0)
-    for unchanged, found in ranks(size, largest_of):
-        assert unchanged
-        for got, value in zip(found, (wanted, wanted.t(), wanted[:, :3], wanted[::2]), strict=True):
-            assert torch.equal(got, value)
-
-
-def passed_around(group):
-    """A tensor handed to the next rank, and rank 0's text, over ranks 1 and 3 of the world and over all of them."""
-    some = dist.new_group([1, 3])
-    groups = [group] if group.rank % 2 == 0 else [group, Group.of(some)]
-    found = []
-    for over in groups:
-        # A column view: what is sent need not be contiguous.
-        mine, got = integers((3, 6), 10 + over.rank)[:, 1:4], torch.empty(3, 3)
-        for sender in range(over.size):
-            to = (sender + 1) % over.size
-            if over.rank == sender:
-                collectives.send(mine, over, to)
-            if over.rank == to:
-                filled = collectives.receive(got, over, sender)
-        text = collectives.broadcast_text(f"text of world rank {group.rank}", over)
-        found.append((over.rank, over.size, filled is got, got, text))
-    return found
-
-
-def test_tensors_and_texts_go_by_ranks_of_the_group(ranks):
-    found = ranks(4, passed_around)
-    assert [len(over) for over in found] == [1, 2, 1, 2]
-    for over in found:
-        for (rank, size, same, got, text), first in zip(over, (0, 1), strict=False):
-            assert same
-            assert torch.equal(got, integers((3, 6), 10 + (rank - 1) % size)[:, 1:4])
-            assert text == f"text of world rank {first}"

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from test_resolve import refused
+from refused import refused
 from tp_layers import apply
 from tp_layers.group import Group
 from tp_layers.plans.match import match

@@ -6,46 +6,14 @@ every dtype; a sum that was taken, rounded or reduced in bfloat16 does not.
 
 import pytest
 import torch
-from diffusers.models.normalization import RMSNorm
-from torch import nn
 
-from close import FLOAT32, randomise, relative_error
-from test_collectives import Calls
+from close import FLOAT32, nearly, relative_error
+from norms import DTYPES, NORMS, SIZES, TORCH, WIDTH, norm_for, part, whole
+from seeded import integers, noise
 from tp_layers.group import Group
 from tp_layers.kernels.rms_norm import rms_norm_reference
 from tp_layers.layers.norm import AcrossRMSNorm
 from tp_layers.plans.spec import ShardSpec
-from tp_layers.plans.styles import style_of
-
-SIZES = [1, 2, 3, 4]
-WIDTH = 228  # four times 57, three times 76
-NORMS = {
-    "torch": lambda width: nn.RMSNorm(width, eps=1e-6),
-    "torch_large_eps": lambda width: nn.RMSNorm(width, eps=0.5),
-    "torch_eps_none": lambda width: nn.RMSNorm(width),
-    "torch_without_weight": lambda width: nn.RMSNorm(width, eps=1e-6, elementwise_affine=False),
-    "diffusers": lambda width: RMSNorm(width, eps=1e-6),
-    "diffusers_with_bias": lambda width: RMSNorm(width, eps=1e-6, bias=True),
-    "diffusers_without_weight": lambda width: RMSNorm(width, eps=1e-6, elementwise_affine=False),
-}
-TORCH = [name for name in NORMS if name.startswith("torch")]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def norm_for(name, dtype=torch.float32, width=WIDTH):
-    return randomise(NORMS[name](width)).to(dtype)
-
-
-def noise(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def integers(*shape, dtype=torch.float32):
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def part(x, group, last=WIDTH):
-    return ShardSpec.of(-1, last).take(x, group.rank, group.size)
 
 
 def run_norms(group, cases, grads=()):
@@ -62,11 +30,6 @@ def run_norms(group, cases, grads=()):
     return found
 
 
-def whole(norm, x):
-    with torch.no_grad():
-        return norm(x)
-
-
 def check_outputs(ranks, size, cases, same):
     """Compares each rank's output with its part of the full norm's, by `same(got, wanted)`."""
     for rank, found in enumerate(ranks(size, run_norms, cases)):
@@ -74,10 +37,6 @@ def check_outputs(ranks, size, cases, same):
             wanted = part(whole(norm, x), Group(rank, size))
             assert got.dtype == wanted.dtype
             assert same(got, wanted), (norm, x.dtype, tuple(x.shape))
-
-
-def nearly(got, wanted):
-    return relative_error(got, wanted) <= FLOAT32
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -191,109 +150,3 @@ def test_inputs_of_any_strides(ranks, size, name):
         assert len(found) == 6
         for case, errors in found.items():
             assert max(errors) <= FLOAT32, case
-
-
-def at_size_one(group, cases):
-    found = []
-    for norm, x in cases:
-        layer = AcrossRMSNorm.from_norm(norm, group=group)
-        leaf = x.clone().requires_grad_()
-        with Calls() as calls:
-            y = layer(leaf)
-            y.sum().backward()
-        found.append((y.detach(), whole(layer, x), calls.names))
-    return found
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_size_one_is_torch_s_norm_bit_for_bit_without_a_collective(ranks, name):
-    shapes = ((1,), (0,), (7,), (2, 9), (2, 3, 1, 5))
-    cases = [
-        (norm_for(name, dtype), noise(*shape, WIDTH, dtype=dtype))
-        for dtype in (torch.float64, *DTYPES)
-        for shape in shapes
-    ]
-    for found in [at_size_one(Group(), cases), *ranks(1, at_size_one, cases)]:
-        for (y, plain, names), (norm, x) in zip(found, cases, strict=True):
-            assert y.dtype == x.dtype and names == []
-            assert torch.equal(y, whole(norm, x)) and torch.equal(plain, y), (x.dtype, tuple(x.shape))
-
-
-def collectives_of(group, norm, x):
-    layer = AcrossRMSNorm.from_norm(norm, group=group)
-    leaf = part(x, group).requires_grad_()
-    with Calls() as forward:
-        y = layer(leaf)
-    with Calls() as backward:
-        y.sum().backward()
-    return forward.names, backward.names
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_all_reduce_forward_and_one_backward(ranks, size):
-    assert ranks(size, collectives_of, norm_for("torch"), noise(3, WIDTH)) == [(["allreduce_"], ["allreduce_"])] * size
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", NORMS)
-def test_it_keeps_the_keys_and_holds_only_its_shard(name, dtype):
-    norm = norm_for(name, dtype)
-    for parameter in norm.parameters():
-        parameter.requires_grad_(False)
-    for rank in range(3):
-        layer = style_of("rms_norm").shard(norm, Group(rank, 3))
-        assert type(layer) is AcrossRMSNorm and layer.eps == norm.eps
-        assert list(layer.state_dict()) == list(norm.state_dict())
-        for key, value in layer.state_dict().items():
-            assert value.dtype == dtype and torch.equal(value, part(norm.state_dict()[key], Group(rank, 3)))
-            assert value.untyped_storage().nbytes() == norm.state_dict()[key].nbytes // 3
-        assert not any(parameter.requires_grad for parameter in layer.parameters())
-        assert f"{WIDTH}, eps={norm.eps}, rank {rank} of 3" in repr(layer)
-
-
-class OtherRMSNorm(nn.RMSNorm):
-    """A subclass with a forward of its own."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def namesake(width):
-    """Another library's norm of the same name, with another formula."""
-
-    class RMSNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.dim, self.eps, self.weight = width, 1e-6, nn.Parameter(torch.zeros(8))
-
-        def forward(self, x):
-            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
-
-    return RMSNorm()
-
-
-REFUSED = {
-    "layer_norm": (nn.LayerNorm(8), "not LayerNorm"),
-    "group_norm": (nn.GroupNorm(2, 8), "not GroupNorm"),
-    "identity": (nn.Identity(), "not Identity"),
-    "linear": (nn.Linear(8, 8), "not Linear"),
-    "a_subclass": (OtherRMSNorm(8), "not OtherRMSNorm"),
-    "a_namesake": (namesake(8), "not RMSNorm of test_norm"),
-    "a_namesake_with_a_shape": (namesake((8,)), "not RMSNorm of test_norm"),
-    "two_dims_torch": (nn.RMSNorm((4, 8)), r"one dim, this one is over \(4, 8\)"),
-    "two_dims_diffusers": (RMSNorm((4, 8), eps=1e-6), r"one dim, this one is over \(4, 8\)"),
-}
-
-
-@pytest.mark.parametrize(("norm", "message"), REFUSED.values(), ids=REFUSED)
-def test_other_modules_are_refused(norm, message):
-    with pytest.raises(ValueError, match=message):
-        AcrossRMSNorm.from_norm(norm, group=Group(0, 2))
-    with pytest.raises(ValueError, match=message):
-        style_of("rms_norm").specs(norm)
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_a_width_that_the_size_does_not_divide_is_refused(name):
-    with pytest.raises(ValueError, match="a block of 228 along dim 0 is not divisible by 5 ranks"):
-        AcrossRMSNorm.from_norm(norm_for(name), group=Group(0, 5))

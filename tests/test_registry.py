@@ -7,7 +7,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from torch import nn
 
 from families import FAMILIES
-from test_resolve import refused
+from refused import refused
 from tp_layers import apply, register
 from tp_layers.group import Group
 from tp_layers.plans import registry

@@ -5,8 +5,6 @@ a rank holds is compared with a cut written out by hand.
 """
 
 import copy
-import pickle
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,109 +13,12 @@ from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import nn
 
 from close import FLOAT32, randomise, relative_error
+from small_models import PAIR, PAIR_CUTS, Alone, Attention, Fused, Pair, Rotary, Scaled, cut, small_integers
 from tp_layers import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput, apply
 from tp_layers.group import Group
 from tp_layers.plans.styles import STYLES, style_of
 
 SIZES = [1, 2, 4]
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class Scaled(Pair):
-    """The channels between the two layers have a scale and a table of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.table = nn.Parameter(torch.ones(12)), nn.Parameter(torch.ones(3, 12))
-
-    def forward(self, x):
-        return self.down(self.up(x) * self.scale + self.table)
-
-
-class Fused(nn.Module):
-    """q, k, v and an MLP of twice their width in one projection; attention and MLP side by side in the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.fused, self.out = nn.Linear(8, 40), nn.Linear(24, 4)
-        self.fused._tp_packed_col_blocks, self.out._tp_packed_row_blocks = [8, 8, 8, 16], [8, 16]
-
-    def forward(self, x):
-        h = self.fused(x)
-        width = h.shape[-1] // 5
-        q, k, v, mlp = h.split([width, width, width, 2 * width], dim=-1)
-        return self.out(torch.cat([q * k + v, mlp.relu()], dim=-1))
-
-
-class ScaleNorm(nn.Module):
-    """A norm's weight without the norm."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class Attention(nn.Module):
-    """Linear attention of 8 heads over 4 key and value heads, with norms within a head, before and after it."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads, self.kv_heads = 8, 4
-        self.before, self.norm_q, self.norm_k, self.after = (ScaleNorm(width) for width in (8, 2, 2, 4))
-        self.to_q, self.to_k, self.to_v, self.to_out = (
-            nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 4)
-        )  # fmt: skip
-
-    def forward(self, x):
-        x = self.before(x)
-        q = self.norm_q(self.to_q(x).unflatten(-1, (self.heads, 2)))
-        k = self.norm_k(self.to_k(x).unflatten(-1, (self.kv_heads, 2)))
-        v = self.to_v(x).unflatten(-1, (self.kv_heads, 2))
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=-2) for t in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
-        return self.after(self.to_out(torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(-2)))
-
-
-class Table(nn.Module):
-    def forward(self, x):
-        return torch.arange(12.0, dtype=x.dtype) % 5 - 2, (torch.arange(12.0, dtype=x.dtype) % 3, "a name")
-
-
-class Rotary(Pair):
-    """A table over the full width, of which each rank needs its channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.rope = Table()
-
-    def forward(self, x):
-        cos, (sin, _) = self.rope(x)
-        h = self.up(x)
-        return self.down(h * cos + sin)
-
-
-class Alone(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.reader = nn.Linear(8, 12), nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.reader(self.linear(x))
-
-
-PAIR = {"up": "colwise", "down": "rowwise"}
-PAIR_CUTS = {"up.weight": (0, [12]), "up.bias": (0, [12]), "down.weight": (1, [12])}
 FUSED_CUTS = {"fused.weight": (0, [8, 8, 8, 16]), "fused.bias": (0, [8, 8, 8, 16]), "out.weight": (1, [8, 16])}
 ATTENTION = {
     "": Divide("heads", "kv_heads"), "to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out": "rowwise"
@@ -177,25 +78,16 @@ CASES = {
 }  # fmt: skip
 
 
-def cut(full, dim, blocks, rank, size):
-    """This rank's part of every block, by hand."""
-    return torch.cat([block.chunk(size, dim)[rank] for block in full.split(blocks, dim)], dim)
-
-
-def integers(*shape, seed):
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
 def run_case(group, name):
     """The sharded and the whole model after a forward and a backward pass on one input, and the cuts."""
     model, plan, cuts = CASES[name]()
     for seed, parameter in enumerate(model.parameters()):
-        parameter.data = integers(*parameter.shape, seed=seed)
+        parameter.data = small_integers(*parameter.shape, seed=seed)
     whole, results = copy.deepcopy(model), []
     for module in (whole, apply(model, plan, group=group)):
-        x = integers(2, 3, 8, seed=100).requires_grad_()
+        x = small_integers(2, 3, 8, seed=100).requires_grad_()
         y = module(x)
-        y.backward(integers(*y.shape, seed=200))
+        y.backward(small_integers(*y.shape, seed=200))
         results.append((y, x.grad))
     return model, whole, results, cuts
 
@@ -271,68 +163,6 @@ def test_rms_norm_normalises_over_the_full_width(ranks, norm, size):
         assert error <= FLOAT32
         assert gradients <= FLOAT32
         assert local > 0.03 or size == 1
-
-
-class Returns(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, x):
-        return self.value
-
-
-def table(*shape):
-    return torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-
-T, LAST = table(3, 8), [4, 5, 6, 7]
-OUTPUTS = {
-    "a_tensor": (T, T[:, LAST]),
-    "a_tuple": ((T, T + 1), (T[:, LAST], T[:, LAST] + 1)),
-    "a_list": ([T, T + 1], [T[:, LAST], T[:, LAST] + 1]),
-    "nested": ((T, [T + 1, (T + 2,)]), (T[:, LAST], [T[:, LAST] + 1, (T[:, LAST] + 2,)])),
-    "what_is_no_tensor": ((T, None, 3, "name"), (T[:, LAST], None, 3, "name")),
-}
-
-
-def same(a, b):
-    if isinstance(a, tuple | list):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@pytest.mark.parametrize(("value", "wanted"), OUTPUTS.values(), ids=OUTPUTS)
-def test_slice_output_slices_the_tensors_of_any_nesting(value, wanted):
-    module = Returns(value)
-    assert SliceOutput(-1).shard(module, Group(1, 2)) is module
-    assert same(module(T), wanted)
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert same(copied(T), wanted)
-
-
-class Named(NamedTuple):
-    cos: torch.Tensor
-
-
-@pytest.mark.parametrize("value", [{"cos": T}, Named(T), (T, {"sin": T})], ids=["a_dict", "a_named_tuple", "within"])
-def test_slice_output_refuses_what_it_would_leave_whole(value):
-    module = SliceOutput(-1).shard(Returns(value), Group(1, 2))
-    with pytest.raises(TypeError, match=r"slices tensors, plain tuples and lists; Returns returns a (dict|Named)"):
-        module(T)
-
-
-@pytest.mark.parametrize("dim", [0, 1, -2, -3])
-def test_slice_output_along_any_dim(dim):
-    value = table(4, 8, 2)
-    module = SliceOutput(dim).shard(Returns(value), Group(1, 2))
-    assert torch.equal(module(value), value.chunk(2, dim)[1])
-
-
-def test_slice_output_of_a_table_that_does_not_divide_is_an_error_of_forward():
-    module = SliceOutput(0).shard(Returns(T), Group(1, 2))
-    with pytest.raises(ValueError, match="a block of 3 along dim 0 is not divisible by 2 ranks"):
-        module(T)
 
 
 def test_divide_sets_integers_on_the_module_itself():

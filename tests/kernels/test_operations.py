@@ -1,20 +1,20 @@
 """The operations on one rank: against plain torch, exactly where the arithmetic is the same, else in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import seeded
 from close import FLOAT32, relative_error
 from tp_layers.kernels.colwise import colwise, colwise_reference
 from tp_layers.kernels.rms_norm import rms_norm_reference, scale, sum_of_squares
 from tp_layers.kernels.rowwise import rowwise, rowwise_reference
 
+noise = partial(seeded.noise, dtype=torch.float64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LEADING = {"one_row": (1,), "no_rows": (0,), "no_batch_dim": (), "odd_rows": (5,), "five_dims": (2, 1, 3, 2)}
-
-
-def noise(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def layouts(k):
