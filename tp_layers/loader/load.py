@@ -19,6 +19,7 @@ from ..plans.resolve import resolve
 from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
 from .build import Places, build, check_keys, set_dtypes
 from .index import STEMS, Entry, read_index
+from .progress import progress
 from .read import reader
 
 logger = logging.getLogger(__name__)
@@ -169,11 +170,13 @@ def _fill(model: nn.Module, entries: dict[str, Entry], device: torch.device) -> 
     """Puts every tensor on `device`: stored ones from their files, other buffers moved. Returns the bytes requested."""
     sharding = cast(Sharding, sharding_of(model))
     places, state = Places(model), model.state_dict(keep_vars=True)
-    with reader(sharding.group.rank, sharding.group.size) as files:
+    group = sharding.group
+    with reader(group.rank, group.size) as files, progress(held_bytes(model), group) as done:
         for name, entry in entries.items():
             target = torch.empty(state[name].shape, dtype=state[name].dtype, device=device)
             files.read(name, entry, sharding.resolved.specs.get(name), target)
             places.put(name, target)
+            done(target.nbytes)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
