@@ -2,116 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from families import FAMILIES
+from memory import Live, Touched
+from pretrained import attributes, under
+from toy import Toy
 from tp_layers.loader.build import Places, build, check_keys, final_dtype, set_dtypes
 from tp_layers.loader.index import Entry
-
-PLAN = {"up": "colwise", "down": "rowwise"}
-
-
-class Toy(ModelMixin, ConfigMixin):
-    """A pair that can be sharded, two tied Linears, a parameter registered twice, buffers, and tables in attributes."""
-
-    _keep_in_fp32_modules = None
-
-    @register_to_config
-    def __init__(self, width: int = 6, hidden: int = 8):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.embed, self.head = nn.Linear(width, 5, bias=False), nn.Linear(width, 5)
-        self.head.weight = self.embed.weight
-        shift = nn.Parameter(torch.randn(width), requires_grad=False)
-        self.shift = shift
-        self.same_shift = shift
-        self.register_buffer("scale", torch.linspace(0, 1, width))
-        self.register_buffer("exact", torch.linspace(0, 1, width, dtype=torch.float64))
-        self.register_buffer("steps", torch.arange(3))
-        self.register_buffer("table", torch.linspace(0, 1, hidden).cos(), persistent=False)
-        self.rope = [torch.linspace(0, 2, hidden).sin(), torch.arange(4)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [.., width]` -> `[.., 5]`."""
-        x = x * self.scale + self.down(torch.relu(self.up(x))) + self.shift + self.same_shift
-        return self.head(x) + self.embed(x)
-
-
-class Touched(TorchDispatchMode):
-    """Bytes of the largest CPU storage that any operation works on.
-
-    Making an empty tensor is no work (the system maps its memory on the first write), nor is moving it to meta.
-    """
-
-    IDLE = ("aten.empty.", "aten.detach.")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        to_meta = (kwargs or {}).get("device") == torch.device("meta")
-        if not to_meta and not str(func).startswith(self.IDLE):
-            for item in tree_leaves([args, kwargs or {}, result]):
-                if isinstance(item, torch.Tensor) and item.device.type == "cpu":
-                    self.nbytes = max(self.nbytes, item.untyped_storage().nbytes())
-        return result
-
-
-class Live(TorchDispatchMode):
-    """The most bytes of CPU storages, made by operations since it began, that were alive at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = self._storages([args, kwargs])
-        result = func(*args, **(kwargs or {}))
-        made = {key: value for key, value in self._storages(result).items() if key not in before}
-        self._known = {key: held for key, held in (self._known | made).items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._known.values()))
-        return result
-
-    @staticmethod
-    def _storages(tree: Any) -> dict[int, tuple[StorageWeakRef, int]]:
-        tensors = [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in storages}
-
-
-def attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model that are no parameters: buffers, and those its modules hold in plain attributes."""
-    found = dict(model.named_buffers())
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name.startswith("_") or isinstance(value, nn.Module):
-                continue
-            leaves = [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
-            found |= {f"{path}.{name}.{number}": item for number, item in enumerate(leaves)}
-    return found
-
-
-def under(dtype: torch.dtype | None, model_class: type[nn.Module], config: dict[str, Any]) -> nn.Module:
-    """What from_pretrained builds before it reads: the model under that default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        return model_class.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def entries(**tensors: torch.Tensor) -> dict[str, Entry]:

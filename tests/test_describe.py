@@ -1,15 +1,12 @@
 """`describe`: bytes per rank, what stays whole and the collectives of a call, from shapes alone, exact to the byte."""
 
-import re
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from torch import nn
 
 import tp_layers
-from families import FAMILIES
 from tp_layers import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter
 from tp_layers.describe import Collective, Report, describe
 from tp_layers.group import Group
@@ -121,20 +118,6 @@ def test_only_the_largest_whole_tensors_are_listed():
     assert [name for name, _ in report.largest_whole()] == [f"layer{number}.weight" for number in range(9, 3, -1)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("size", [1, 2, 4], ids=["one rank", "two ranks", "four ranks"])
-def test_a_sharded_model_is_described_as_it_was_before(name, size):
-    model = FAMILIES[name].build()
-    before = describe(model, size=size)
-    # On the last rank; neither sharding nor describing takes a collective without weights.
-    sharded = tp_layers.apply(model.to("meta"), group=Group(size - 1, size))
-    after = describe(sharded)
-    assert after == before and describe(sharded, size=size) == before
-    held = sum(tensor.numel() * tensor.element_size() for tensor in sharded.state_dict().values())
-    assert after.held_bytes == held
-    assert after.full_bytes == sum(tensor.nbytes for tensor in FAMILIES[name].build().state_dict().values())
-
-
 def test_the_model_is_left_as_it_was():
     model = Model()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -208,36 +191,3 @@ def test_the_text_counts_in_powers_of_ten(nbytes, text):
     tensors = describe(nn.ModuleDict({"x": model, "y": nn.Linear(2, 2)}), {"y": "colwise_gather"}, size=1).tensors
     report = Report("Model", 1, [tensor for tensor in tensors if tensor.name == "x.x"], {}, [], [1], [])
     assert f"full model       {text}, 1 tensors, 0 of them sharded" in str(report)
-
-
-# Written by hand from the models' own structure: the parameters of the published configurations that are cut.
-QKV = r"attn\.(to|add)_[qkv](_proj)?\.(weight|bias)$"
-OUT = r"attn\.to_(out\.0|add_out)\.weight$"
-MLP = r"\.net\.0\.proj\.(weight|bias)$|\.net\.2\.weight$"
-PUBLISHED = {
-    "FluxTransformer2DModel": f"{QKV}|{OUT}|{MLP}|single.*(proj_mlp\\.(weight|bias)|proj_out\\.weight)$",
-    "Flux2Transformer2DModel": f"{QKV}|{OUT}|ff(_context)?\\.linear_(in|out)\\.weight$"
-    "|single.*attn\\.(to_qkv_mlp_proj|to_out)\\.weight$",
-    "QwenImageTransformer2DModel": f"{QKV}|{OUT}|{MLP}",
-    "MiniMaxH3Transformer3DModel": f"{QKV}|{OUT}|{MLP}|adaln_proj\\.linear\\.weight$",
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_on_meta(name):
-    model = meta(getattr(diffusers, name))
-    cut = {key for key, _ in model.named_parameters() if re.search(PUBLISHED[name], key)}
-    report = describe(model, size=4)
-    assert {tensor.name for tensor in report.tensors if tensor.spec is not None} == cut
-    stored = model.state_dict()
-    full, held = 0, 0
-    for key, tensor in stored.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        full, held = full + nbytes, held + (nbytes // 4 if key in cut else nbytes)
-    assert (report.full_bytes, report.held_bytes) == (full, held)
-    assert full > 40e9 and 0.25 < held / full < 0.51
-    assert f"each rank holds  {held / 1e9:.2f} GB, {held / full:.1%} of the model" in str(report)
-    # One all-reduce for each rowwise layer, of a row of its output.
-    rows = [key for key in cut if next(it for it in report.tensors if it.name == key).spec.dim == 1]
-    width = sum(stored[key].shape[0] * stored[key].element_size() for key in rows)
-    assert report.collectives == [Collective("all-reduce", len(rows), width)]
