@@ -8,11 +8,15 @@ Triton where the kernel saves a pass over memory, and the twin for a bare GEMM, 
 import functools
 import importlib.util
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from . import configs, measured
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +43,20 @@ class Choice(NamedTuple):
     reason: str
 
 
-@functools.cache
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Caches a fact of the machine, which torch.compile takes as a constant and does not trace."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def constant(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cached(*args, **kwargs)  # type: ignore[arg-type]
+
+    # As torch.compiler.assume_constant_result does, which would import torch._dynamo, and triton with it.
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return constant
+
+
+@_constant
 def has_triton() -> bool:
     """Whether the triton package is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
@@ -50,7 +67,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
+@_constant
 def architecture(device: torch.device) -> str | None:
     """The entry of `configs` a device uses; None for the interpreter."""
     return configs.architecture_of(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else None

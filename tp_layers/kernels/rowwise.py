@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from . import backend as backends
-from .configs import tile_for, tma_tile_for
+from . import ops
 from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
 
 Inputs = torch.Tensor | Sequence[torch.Tensor]
@@ -143,21 +143,12 @@ def _triton(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    from .jit.rowwise import rowwise_launch
-    from .jit.rowwise_tma import rowwise_tma_launch, takes_tma
-
     check_linear(xs, weight, bias)
-    y = _empty(xs[0], weight, out_dtype) if out is None else out
-    rows = y.view(y.shape[:-1].numel(), y.shape[-1])
-    inputs, starts = [as_rows(x) for x in xs], [start for start, _ in columns]
-    which = backends.architecture(y.device), "rowwise", rows.shape[0], weight.dtype
-    tile = tma_tile_for(*which)
-    if tile is not None and takes_tma(inputs, weight, starts, tile):
-        programs = backends.processors(y.device)
-        rowwise_tma_launch(inputs, weight, bias, rows, starts, tile, programs).run(y.device)
-    else:
-        rowwise_launch(inputs, weight, bias, rows, starts, tile_for(*which)).run(y.device)
-    return y
+    starts = [start for start, _ in columns]
+    if out is None:
+        return ops.rowwise(xs, weight, bias, starts, out_dtype)
+    ops.rowwise_out(xs, weight, bias, starts, out)
+    return out
 
 
 def _torch(
