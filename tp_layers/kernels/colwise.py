@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from . import backend as backends
 from . import ops
 from .autograd import Twin
-from .contract import Ranges, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, cast, check_linear, check_ranges, in_turn, needs_grad
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -54,6 +54,8 @@ def colwise(
     operation = "colwise" if in_turn(rows, weight.shape[0]) and not any(acts) else "packed_colwise"
 
     def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if operation == "colwise":
+            return colwise_reference(x, weight, bias)
         ys = _torch(x, weight, bias, rows, acts)
         return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
 
@@ -132,4 +134,4 @@ def _torch(
 def colwise_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`colwise` of one block in plain torch and in the dtype it is given."""
     # On the input's own shape: a flattened addmm differs from the unsharded layer's F.linear by rounding.
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight, cast(bias, x.dtype))

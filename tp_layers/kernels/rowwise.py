@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from . import backend as backends
 from . import ops
-from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, as_rows, cast, check_linear, check_ranges, in_turn, needs_grad
 
 Inputs = torch.Tensor | Sequence[torch.Tensor]
 
@@ -94,11 +94,12 @@ def rowwise(
         ValueError: widths, shapes, dtypes or devices do not fit, or `backend` cannot run.
     """
     xs, columns = _inputs(x, weight, ranges)
-    shape = (*xs[0].shape[:-1], weight.shape[0])
-    if out is not None and (out.shape != shape or out.dtype != (out_dtype or out.dtype)):
-        raise ValueError(
-            f"out is {out.dtype} of shape {tuple(out.shape)}, the result {out_dtype or out.dtype} of shape {shape}"
-        )
+    if out is not None:
+        shape = (*xs[0].shape[:-1], weight.shape[0])
+        if out.shape != shape or out.dtype != (out_dtype or out.dtype):
+            raise ValueError(
+                f"out is {out.dtype} of shape {tuple(out.shape)}, the result {out_dtype or out.dtype} of shape {shape}"
+            )
     operation = "rowwise" if len(xs) == 1 else "packed_rowwise"
     implementation = _triton if backends.choose(operation, xs[0], backend) == "triton" else _torch
 
@@ -189,4 +190,4 @@ def rowwise_reference(x: Inputs, weight: torch.Tensor, bias: torch.Tensor | None
     """One rank's partial sum in plain torch and in the dtype it is given; several inputs are concatenated."""
     if not isinstance(x, torch.Tensor):
         x = x[0] if len(x) == 1 else torch.cat(list(x), -1)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).contiguous()
+    return F.linear(x, weight, cast(bias, x.dtype)).contiguous()
