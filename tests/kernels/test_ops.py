@@ -126,14 +126,19 @@ def test_any_number_of_rows_is_compiled_once():
     assert counter.frame_count == 2
 
 
+def untraceable(fact):
+    torch._dynamo.graph_break()
+    return fact
+
+
 @pytest.mark.parametrize(
     ("measurements", "graphs"), [({}, 2), ({("sm_90", "rowwise", "few", "half"): "triton"}, 4)], ids=["none", "differ"]
 )
 def test_the_choice_on_cuda_breaks_no_graph(monkeypatch, measurements, graphs):
     """A graph for a first number of rows, and one for any; or one for each shape class, where measurements differ."""
     monkeypatch.setattr(backend, "choose", CHOOSE)
-    monkeypatch.setattr(backend, "architecture", backend.constant(lambda device: "sm_90"))
-    monkeypatch.setattr(backend, "has_triton", backend.constant(lambda: True))
+    monkeypatch.setattr(backend, "architecture", backend.constant(lambda device: untraceable("sm_90")))
+    monkeypatch.setattr(backend, "has_triton", backend.constant(lambda: untraceable(True)))
     monkeypatch.setattr(measured, "FASTER", measurements)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
