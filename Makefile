@@ -8,7 +8,7 @@ help:
 	@echo "make demo      shard a FLUX.2 model over two CPU ranks and compare it with one (3 minutes)"
 	@echo "make test      lint, types and the tests (15 minutes at most)"
 	@echo "make test-all  the same and the slow tests"
-	@echo "make bench     microbenchmarks of the layers"
+	@echo "make bench     microbenchmarks of the layers, and their cost on the host beside DTensor's"
 
 setup: $(READY)
 
@@ -35,6 +35,7 @@ test-all: test test-slow
 
 bench: $(READY)
 	$(BIN)/python -m pytest bench --benchmark-enable
+	$(BIN)/python bench/host.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -17,18 +17,20 @@ class Twin(torch.autograd.Function):
     def forward(ctx: Any, kernel: Callable[..., Any], twin: Callable[..., Any], *tensors: torch.Tensor | None) -> Any:
         ctx.twin = twin
         ctx.save_for_backward(*tensors)
-        return kernel(*tensors)
+        y = kernel(*tensors)
+        ctx.several = isinstance(y, tuple)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        inputs = [
-            None if tensor is None else tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        with torch.enable_grad():
-            result = ctx.twin(*inputs)
-        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad(result, wanted, grads))
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+
+        def twin(*wanted: torch.Tensor) -> Any:
+            found = iter(wanted)
+            return ctx.twin(*(next(found) if need else x for x, need in zip(inputs, needed, strict=True)))
+
+        # torch.autograd.grad would do, but torch.compile does not trace it.
+        pull = torch.func.vjp(twin, *(x for x, need in zip(inputs, needed, strict=True) if need))[1]
+        found = iter(pull(grads if ctx.several else grads[0]))
         return None, None, *(next(found) if need else None for need in needed)

@@ -8,11 +8,15 @@ Triton where the kernel saves a pass over memory, and the twin for a bare GEMM, 
 import functools
 import importlib.util
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from . import configs, measured
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +43,20 @@ class Choice(NamedTuple):
     reason: str
 
 
-@functools.cache
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Caches a fact of the machine, which torch.compile takes as a constant and does not trace."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def fact(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cached(*args, **kwargs)  # type: ignore[arg-type]
+
+    # As torch.compiler.assume_constant_result does, which would import torch._dynamo, and triton with it.
+    fact._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fact
+
+
+@constant
 def has_triton() -> bool:
     """Whether the triton package is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
@@ -50,7 +67,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
+@constant
 def architecture(device: torch.device) -> str | None:
     """The entry of `configs` a device uses; None for the interpreter."""
     return configs.architecture_of(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
@@ -93,9 +110,11 @@ def choose(operation: str, x: torch.Tensor, backend: str | None = None) -> str:
     name = requested(backend)
     if name == "torch":
         return name
+    if name == "auto" and not x.is_cuda:
+        return "torch"
     # Autocast is a property of torch's own operations: F.linear casts, a kernel would run in the tensors' dtype.
     autocast = torch.is_autocast_enabled(x.device.type)
-    runs = (x.is_cuda or (name == "triton" and interpreted() and x.device.type == "cpu")) and has_triton()
+    runs = (x.is_cuda or (interpreted() and x.device.type == "cpu")) and has_triton()
     if name == "triton":
         if x.dtype not in DTYPES:
             raise ValueError(
@@ -111,10 +130,12 @@ def choose(operation: str, x: torch.Tensor, backend: str | None = None) -> str:
         return name
     if not runs or autocast or x.dtype not in DTYPES:
         return "torch"
-    rows = x.numel() // max(x.shape[-1], 1)
-    return automatic(architecture(x.device) or "", operation, configs.shape_class(rows), configs.dtype_class(x.dtype))[
-        0
-    ]
+    which, dtype = architecture(x.device) or "", configs.dtype_class(x.dtype)
+    found = {shape: automatic(which, operation, shape, dtype)[0] for shape in configs.SHAPE_CLASSES}
+    if len(set(found.values())) == 1:
+        # Without a look at the rows, or torch.compile would compile again for each shape class.
+        return found["long"]
+    return found[configs.shape_class(x.numel() // max(x.shape[-1], 1))]
 
 
 def choices(architecture: str) -> list[Choice]:

@@ -12,14 +12,15 @@ the activation).
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from . import backend as backends
+from . import ops
 from .autograd import Twin
-from .configs import tile_for, tma_tile_for
-from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, cast, check_linear, check_ranges, in_turn, needs_grad
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -53,6 +54,8 @@ def colwise(
     operation = "colwise" if in_turn(rows, weight.shape[0]) and not any(acts) else "packed_colwise"
 
     def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if operation == "colwise":
+            return colwise_reference(x, weight, bias)
         ys = _torch(x, weight, bias, rows, acts)
         return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
 
@@ -60,10 +63,7 @@ def colwise(
         return twin(x, weight, bias)
 
     def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        widths = [stop - start for start, stop in rows]
-        y = x.new_empty((*x.shape[:-1], sum(widths)))
-        _triton(x, weight, bias, rows, acts, as_rows(y).split(widths, -1))
-        return y
+        return ops.colwise(*_arguments(x, weight, bias, rows, acts))
 
     if needs_grad(x, weight, bias):
         return Twin.apply(kernel, twin, x, weight, bias)
@@ -89,9 +89,7 @@ def colwise_blocks(
         return twin(x, weight, bias)
 
     def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        ys = tuple(x.new_empty((*x.shape[:-1], stop - start)) for start, stop in rows)
-        _triton(x, weight, bias, rows, acts, [as_rows(y) for y in ys])
-        return ys
+        return tuple(ops.colwise_blocks(*_arguments(x, weight, bias, rows, acts)))
 
     if needs_grad(x, weight, bias):
         return Twin.apply(kernel, twin, x, weight, bias)
@@ -108,28 +106,15 @@ def _blocks(
     return rows, acts
 
 
-def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: Rows,
-    activations: Activations,
-    ys: Sequence[torch.Tensor],
-) -> None:
-    from .jit.colwise import colwise_launch
-    from .jit.colwise_tma import colwise_tma_launch
-    from .jit.rowwise_tma import takes_tma
-
+def _arguments(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows, activations: Activations
+) -> tuple[Any, ...]:
+    """What `ops.colwise` and `ops.colwise_blocks` take, checked."""
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
     check_linear([x], weight, bias)
-    which = backends.architecture(x.device), "colwise", ys[0].shape[0], weight.dtype
-    arguments = as_rows(x), weight, bias, ys, [start for start, _ in rows], activations
-    tile = tma_tile_for(*which)
-    if tile is not None and takes_tma([as_rows(x)], weight, [0], tile):
-        colwise_tma_launch(*arguments, tile, backends.processors(x.device)).run(x.device)
-    else:
-        colwise_launch(*arguments, tile_for(*which)).run(x.device)
+    starts, widths = [start for start, _ in rows], [stop - start for start, stop in rows]
+    return x, weight, bias, starts, widths, [name or "" for name in activations]
 
 
 def _torch(
@@ -149,4 +134,4 @@ def _torch(
 def colwise_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`colwise` of one block in plain torch and in the dtype it is given."""
     # On the input's own shape: a flattened addmm differs from the unsharded layer's F.linear by rounding.
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight, cast(bias, x.dtype))

@@ -13,10 +13,10 @@ activation and the product).
 import torch
 
 from . import backend as backends
+from . import ops
 from .autograd import Twin
 from .colwise import ACTIVATIONS, colwise_reference
-from .configs import tile_for, tma_tile_for
-from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, check_linear, check_ranges, in_turn, needs_grad
 
 
 def gated_colwise(
@@ -75,24 +75,12 @@ def _triton(
     activation: str,
     gate_first: bool,
 ) -> torch.Tensor:
-    from .jit.gated import gated_launch
-    from .jit.gated_tma import gated_tma_launch
-    from .jit.rowwise_tma import takes_tma
-
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
     check_linear([x], weight, bias)
     (first, stop), (second, _) = rows
     gate, up = (first, second) if gate_first else (second, first)
-    y = x.new_empty((*x.shape[:-1], stop - first))
-    which = backends.architecture(x.device), "gated", x.shape[:-1].numel(), weight.dtype
-    arguments = as_rows(x), weight, bias, as_rows(y), gate, up, activation
-    tile = tma_tile_for(*which)
-    if tile is not None and takes_tma([as_rows(x)], weight, [0], tile):
-        gated_tma_launch(*arguments, tile, backends.processors(x.device)).run(x.device)
-    else:
-        gated_launch(*arguments, tile_for(*which)).run(x.device)
-    return y
+    return ops.gated(x, weight, bias, gate, up, stop - first, activation)
 
 
 def gated_reference(

@@ -14,9 +14,9 @@ value to the weight's dtype first (`round_first`), and a sharded norm rounds as 
 import torch
 
 from . import backend as backends
+from . import ops
 from .autograd import Twin
-from .configs import row_for
-from .contract import as_rows, needs_grad
+from .contract import needs_grad
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -28,8 +28,8 @@ def sum_of_squares(x: torch.Tensor, *, backend: str | None = None) -> torch.Tens
     if backends.choose("sum_of_squares", x, backend) == "torch":
         return sum_of_squares_reference(x)
     if needs_grad(x):
-        return Twin.apply(_sum_of_squares_triton, sum_of_squares_reference, x)
-    return _sum_of_squares_triton(x)
+        return Twin.apply(ops.sum_of_squares, sum_of_squares_reference, x)
+    return ops.sum_of_squares(x)
 
 
 def scale(
@@ -67,15 +67,6 @@ def scale(
     return kernel(x, squares, weight, bias)
 
 
-def _sum_of_squares_triton(x: torch.Tensor) -> torch.Tensor:
-    from .jit.rms_norm import sum_of_squares_launch
-
-    squares = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    step = row_for(backends.architecture(x.device), "sum_of_squares")
-    sum_of_squares_launch(as_rows(x), squares, step).run(x.device)
-    return squares
-
-
 def _scale_triton(
     x: torch.Tensor,
     squares: torch.Tensor,
@@ -85,18 +76,12 @@ def _scale_triton(
     bias: torch.Tensor | None,
     round_first: bool,
 ) -> torch.Tensor:
-    from .jit.rms_norm import scale_launch
-
     if squares.shape != (*x.shape[:-1], 1) or squares.dtype != torch.float32 or not squares.is_contiguous():
         raise ValueError(f"squares of x {tuple(x.shape)} are {squares.dtype} of shape {tuple(squares.shape)}")
     for parameter in (weight, bias):
         if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_contiguous()):
             raise ValueError(f"x has {x.shape[-1]} channels, its weight or bias the shape {tuple(parameter.shape)}")
-    round_first = round_first and weight is not None
-    y = x.new_empty(x.shape, dtype=weight.dtype if round_first and weight is not None else x.dtype)
-    step = row_for(backends.architecture(x.device), "scale")
-    scale_launch(as_rows(x), squares, weight, bias, as_rows(y), width, eps, round_first, step).run(x.device)
-    return y
+    return ops.scale(x, squares, weight, bias, width, eps, round_first and weight is not None)
 
 
 def sum_of_squares_reference(x: torch.Tensor) -> torch.Tensor:

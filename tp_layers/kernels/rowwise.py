@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from . import backend as backends
-from .configs import tile_for, tma_tile_for
-from .contract import Ranges, as_rows, check_linear, check_ranges, in_turn, needs_grad
+from . import ops
+from .contract import Ranges, as_rows, cast, check_linear, check_ranges, in_turn, needs_grad
 
 Inputs = torch.Tensor | Sequence[torch.Tensor]
 
@@ -94,11 +94,12 @@ def rowwise(
         ValueError: widths, shapes, dtypes or devices do not fit, or `backend` cannot run.
     """
     xs, columns = _inputs(x, weight, ranges)
-    shape = (*xs[0].shape[:-1], weight.shape[0])
-    if out is not None and (out.shape != shape or out.dtype != (out_dtype or out.dtype)):
-        raise ValueError(
-            f"out is {out.dtype} of shape {tuple(out.shape)}, the result {out_dtype or out.dtype} of shape {shape}"
-        )
+    if out is not None:
+        shape = (*xs[0].shape[:-1], weight.shape[0])
+        if out.shape != shape or out.dtype != (out_dtype or out.dtype):
+            raise ValueError(
+                f"out is {out.dtype} of shape {tuple(out.shape)}, the result {out_dtype or out.dtype} of shape {shape}"
+            )
     operation = "rowwise" if len(xs) == 1 else "packed_rowwise"
     implementation = _triton if backends.choose(operation, xs[0], backend) == "triton" else _torch
 
@@ -143,21 +144,12 @@ def _triton(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    from .jit.rowwise import rowwise_launch
-    from .jit.rowwise_tma import rowwise_tma_launch, takes_tma
-
     check_linear(xs, weight, bias)
-    y = _empty(xs[0], weight, out_dtype) if out is None else out
-    rows = y.view(y.shape[:-1].numel(), y.shape[-1])
-    inputs, starts = [as_rows(x) for x in xs], [start for start, _ in columns]
-    which = backends.architecture(y.device), "rowwise", rows.shape[0], weight.dtype
-    tile = tma_tile_for(*which)
-    if tile is not None and takes_tma(inputs, weight, starts, tile):
-        programs = backends.processors(y.device)
-        rowwise_tma_launch(inputs, weight, bias, rows, starts, tile, programs).run(y.device)
-    else:
-        rowwise_launch(inputs, weight, bias, rows, starts, tile_for(*which)).run(y.device)
-    return y
+    starts = [start for start, _ in columns]
+    if out is None:
+        return ops.rowwise(xs, weight, bias, starts, out_dtype)
+    ops.rowwise_out(xs, weight, bias, starts, out)
+    return out
 
 
 def _torch(
@@ -198,4 +190,4 @@ def rowwise_reference(x: Inputs, weight: torch.Tensor, bias: torch.Tensor | None
     """One rank's partial sum in plain torch and in the dtype it is given; several inputs are concatenated."""
     if not isinstance(x, torch.Tensor):
         x = x[0] if len(x) == 1 else torch.cat(list(x), -1)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).contiguous()
+    return F.linear(x, weight, cast(bias, x.dtype)).contiguous()

@@ -85,7 +85,7 @@ def test_blocks_of_few_rows(rows, dtype):
 @pytest.mark.parametrize("rows", [1, 70], ids=["one row", "ragged"])
 def test_tma_where_the_tensors_take_it(rows, half, monkeypatch, launched):
     """As on a GPU with 4 processors, in tiles of the interpreter's size."""
-    monkeypatch.setattr("tp_layers.kernels.colwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.ops.tma_tile_for", lambda *which: configs.INTERPRETED)
     monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
     x, weight, bias = layer(rows, 150, 64, half, half)
     blocks = {"ranges": [(3, 33), (40, 70), (80, 150)], "activations": ["gelu_tanh", None, "silu"]}

@@ -56,7 +56,7 @@ def test_input_and_weight_of_any_strides(dtype):
 @pytest.mark.parametrize("rows", [1, 70], ids=["one row", "ragged"])
 def test_tma_where_the_tensors_take_it(rows, half, monkeypatch, launched):
     """As on a GPU with 4 processors, in tiles of the interpreter's size."""
-    monkeypatch.setattr("tp_layers.kernels.gated.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.ops.tma_tile_for", lambda *which: configs.INTERPRETED)
     monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
     x, weight, bias = layer(rows, 140, 64, half, half)
     for b in (bias, None):

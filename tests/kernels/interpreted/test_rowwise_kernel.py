@@ -126,7 +126,7 @@ def test_two_results_alive_at_once(dtype):
 @pytest.mark.parametrize("rows", [1, 70, 96], ids=["one row", "ragged", "whole tiles"])
 def test_tma_where_the_tensors_take_it(rows, widths, half, monkeypatch, launched):
     """As on a GPU with 4 processors, in tiles of the interpreter's size."""
-    monkeypatch.setattr("tp_layers.kernels.rowwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.ops.tma_tile_for", lambda *which: configs.INTERPRETED)
     monkeypatch.setattr("tp_layers.kernels.backend.processors", lambda device: 4)
     _, weight, bias = layer(1, 130, sum(widths), half, half)
     xs = [draw(rows, width, dtype=half, seed=width) for width in widths]
@@ -151,7 +151,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("change", UNFIT.values(), ids=UNFIT)
 def test_pointers_where_they_do_not(change, monkeypatch, launched):
-    monkeypatch.setattr("tp_layers.kernels.rowwise.tma_tile_for", lambda *which: configs.INTERPRETED)
+    monkeypatch.setattr("tp_layers.kernels.ops.tma_tile_for", lambda *which: configs.INTERPRETED)
     agree(kernel, rowwise_reference, *change(draw(70, 64, dtype=bfloat16), draw(40, 64, dtype=bfloat16, seed=1)))
     assert launched == ["rowwise_kernel"]
 
