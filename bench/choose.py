@@ -12,7 +12,7 @@ Give it the tables of all machines at once: the file is written anew.
 import argparse
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def speedups(rows: Iterable[dict[str, str]]) -> dict[Key, list[float]]:
     layers: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
         if row["architecture"] in configs.ARCHITECTURES:
-            which = "architecture", "operation", "tokens", "dtype", "model", "layer", "size"
+            which = "architecture", "operation", "tokens", "dtype", "machine", "model", "layer", "size"
             layers.setdefault(tuple(row[key] for key in which), {})[row["variant"]] = row
     found: dict[Key, list[float]] = {}
     for (architecture, operation, tokens, dtype, *_), variants in layers.items():
@@ -82,12 +82,12 @@ def written(verdicts: dict[Key, Verdict], source: str) -> str:
     return TEMPLATE.format(source=source, entries=entries)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", type=Path, default=[RESULTS / "kernels.csv"])
     parser.add_argument("--output", type=Path, default=Path(measured.__file__))
     parser.add_argument("--tolerance", type=float, default=0.02, help="of what counts as slower (default: 0.02)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
     for table in options.tables:
         with table.open(newline="") as file:

@@ -28,7 +28,7 @@ if [ -n "${DRY_RUN:-}" ]; then
     tests+=(--collect-only)
     bench+=(--dry-run)
     export TRITON_INTERPRET=1
-    seconds=${SECONDS_IN_ALL:-60}
+    seconds=${SECONDS_IN_ALL:-85}
 else
     tests+=("${workers[@]}")
 fi

@@ -7,20 +7,24 @@ the torch twin. A variant that cannot run has a note instead of a time. Rows are
 the most telling layers come first, and the run stops by itself when its seconds are over.
 
     python bench/kernels.py [--seconds 200] [--output bench/results/kernels.csv]
-    TRITON_INTERPRET=1 python bench/kernels.py --dry-run    tiny shapes in float32 on the CPU, no figure worth reading
+    TRITON_INTERPRET=1 python bench/kernels.py --dry-run
+
+The dry run takes each layer once, tiny and in float32 on the CPU: no figure of it is worth reading. Without the
+interpreter it has the torch variants alone.
 """
 
 import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from record import RESULTS, Table
-from shapes import Case, cases, floor
+from shapes import LAYERS, Case, cases, floor
 from timing import interleaved, roofs
 from tp_layers.kernels import configs
 from variants import Variant, compiled, distance, variants_of
@@ -29,17 +33,16 @@ from variants import Variant, compiled, distance, variants_of
 EACH = 0.2
 # Of the run's seconds: inductor takes seconds for each case, the other variants of all cases a few minutes.
 COMPILING = 0.25
+# Columns that a variant without a time leaves empty.
+FIGURES = ("microseconds", "spread", "host_microseconds", "tflops", "gbytes_per_second", "percent_of_roof")
 
 
 class Inductor:
     """`torch.compile`, if it works here, until its part of the run's seconds is used up."""
 
     def __init__(self, seconds: float, device: str) -> None:
-        self.left = seconds
-        self.note = "" if seconds > 0 else "not asked for"
-        if not self.note:
-            x = torch.ones(8, device=device)
-            self.note = self.add({"torch": lambda: x * 2 + 1}) or self.note
+        self.left, self.note, x = seconds, "", torch.ones(8, device=device)
+        self.note = self.add({"torch": lambda: x * 2 + 1}) or self.note
 
     def add(self, variants: dict[str, Variant]) -> str:
         """Compiles and adds the compiled variant, or says why not."""
@@ -61,7 +64,7 @@ class Inductor:
 
 def reason(error: Exception) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def measure(
@@ -85,35 +88,34 @@ def measure(
     return found
 
 
-def rows(case: Case, found: dict[str, dict[str, Any]], dtype: torch.dtype, roof: tuple[float, float]) -> Any:
-    """The case's rows of the table."""
+def rows(
+    case: Case, found: dict[str, dict[str, Any]], dtype: torch.dtype, roof: tuple[float, float]
+) -> Iterator[dict[str, Any]]:
+    """The case's rows of the table; a variant without a time has its note and empty columns."""
     least, bound = floor(case, dtype.itemsize, *roof)
     named = case._asdict() | {key: "|".join(map(str, getattr(case, key))) for key in ("depths", "widths")}
     for variant in ("triton", "torch", "separate", "compiled"):
         if variant not in found:
             continue
-        result = {"median": None, "spread": None, "error": "", "note": ""} | found[variant]
-        seconds = result["median"]
-        yield named | {
-            "dtype": str(dtype).removeprefix("torch."),
-            "variant": variant,
-            "microseconds": f"{seconds * 1e6:.2f}" if seconds else "",
-            "spread": f"{result['spread']:.3f}" if seconds else "",
-            "host_microseconds": f"{result['host'] * 1e6:.1f}" if seconds else "",
-            "tflops": f"{case.flops / seconds / 1e12:.1f}" if seconds else "",
-            "gbytes_per_second": f"{case.nbytes(dtype.itemsize) / seconds / 1e9:.0f}" if seconds else "",
-            "roof": bound,
-            "percent_of_roof": f"{100 * least / seconds:.1f}" if seconds else "",
-            "error": result["error"],
-            "note": result["note"],
-        }
+        row = named | {"dtype": str(dtype).removeprefix("torch."), "variant": variant} | dict.fromkeys(FIGURES, "")
+        result = found[variant]
+        if seconds := result.get("median"):
+            row |= {
+                "microseconds": f"{seconds * 1e6:.2f}",
+                "spread": f"{result['spread']:.3f}",
+                "host_microseconds": f"{result['host'] * 1e6:.1f}",
+                "tflops": f"{case.flops / seconds / 1e12:.1f}",
+                "gbytes_per_second": f"{case.nbytes(dtype.itemsize) / seconds / 1e9:.0f}",
+                "percent_of_roof": f"{100 * least / seconds:.1f}",
+            }
+        yield row | {"roof": bound, "error": result.get("error", ""), "note": result.get("note", "")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=200, help="of the whole run (default: 200)")
     parser.add_argument("--output", type=Path, default=RESULTS / "kernels.csv")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes in float32 on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="each layer once, tiny, on the CPU")
     options = parser.parse_args()
     began = time.perf_counter()
     device, dtype = ("cpu", torch.float32) if options.dry_run else ("cuda", torch.bfloat16)
@@ -126,7 +128,7 @@ def main() -> None:
     }
     print(*measured.values(), file=sys.stderr)
     inductor = Inductor(COMPILING * options.seconds, device)
-    todo = [case.tiny() for case in cases()] if options.dry_run else cases()
+    todo = [case.tiny() for case in cases()[: len(LAYERS)]] if options.dry_run else cases()
     with Table(options.output) as table, torch.no_grad():
         for done, case in enumerate(todo):
             if time.perf_counter() - began > options.seconds:

@@ -45,14 +45,14 @@ def commit() -> str:
 class Table:
     """A CSV file that is written row by row, each on disk before the next is computed.
 
-    The first row's keys are the columns; with `append` the rows follow those that are there.
+    The first row's keys are the columns; with `append` the rows follow those that are there, under their columns.
     """
 
     def __init__(self, path: Path, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.headed = append and path.exists() and path.stat().st_size > 0
-        self.file = path.open("a" if append else "w", newline="")
-        self.stamp = stamp()
+        self.file, self.stamp = path.open("a+" if append else "w+", newline=""), stamp()
+        self.file.seek(0)
+        self.columns = next(csv.reader(self.file), None)
 
     def __enter__(self) -> "Table":
         return self
@@ -63,11 +63,15 @@ class Table:
         self.file.close()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Adds one row, stamped."""
+        """Adds one row, stamped.
+
+        Raises:
+            ValueError: it has a column that the table lacks.
+        """
         row = row | self.stamp
-        writer = csv.DictWriter(self.file, row, lineterminator="\n")
-        if not self.headed:
+        writer = csv.DictWriter(self.file, self.columns or list(row), lineterminator="\n")
+        if self.columns is None:
+            self.columns = list(row)
             writer.writeheader()
-            self.headed = True
         writer.writerow(row)
         self.file.flush()

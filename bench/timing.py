@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Ten times the L2 of an H200, and long enough to write that the host has launched the variant before it starts.
+# Bytes: many times any L2, and long enough to write that the host has launched the variant before it starts.
 FLUSHED = 2**29
 MOST = 50
 

@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import choose
 import record
 import shapes
 import timing
@@ -42,16 +43,14 @@ def row(variant, microseconds, layer="ff out", operation="rowwise", tokens=4608,
     }
 
 
-def chosen(tmp_path, rows, *arguments):
+def chosen(tmp_path, rows):
     """FASTER of the file that `choose.py` writes."""
     table, output = tmp_path / "kernels.csv", tmp_path / "measured.py"
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, row("triton", 1))
         writer.writeheader()
         writer.writerows(rows)
-    command = [sys.executable, str(BENCH / "choose.py"), str(table), "--output", str(output), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(BENCH.parent)}
-    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)
+    choose.main([str(table), "--output", str(output)])
     spec = importlib.util.spec_from_file_location("written", output)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -120,6 +119,8 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_name_their_commit(tmp_
             table.write({"a": 1})
             assert path.read_text().count("abc123") == 1 + append
     assert path.read_text().count("a,machine,torch,triton,commit") == 1
+    with record.Table(path, append=True) as table, pytest.raises(ValueError, match="'b'"):
+        table.write({"b": 1})
     with record.Table(path) as table:
         table.write({"b": 1})
     assert (
@@ -189,6 +190,7 @@ def test_the_dry_run_of_the_device_script(tmp_path):
         rows = list(csv.DictReader(file))
     ran = {row["operation"] for row in rows if row["variant"] == "triton" and row["microseconds"]}
     assert ran == set(backend.OPERATIONS)
+    assert all(bool(row["microseconds"]) != bool(row["note"]) for row in rows)
     assert all(float(row["error"]) < 1e-5 for row in rows if row["error"])
     assert "FASTER" in (tmp_path / "measured.py").read_text()
     assert "test_rowwise_of_one_and_two_inputs" in (tmp_path / "gpu-tests.txt").read_text()
