@@ -111,6 +111,33 @@ def test_variants_take_turns_and_their_median_is_taken():
     assert timing.summary(calls) == (3.0, pytest.approx(2 / 3), 9.0)
 
 
+def test_a_call_on_a_gpu_is_timed_between_events_after_the_cache_was_flushed(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            return 5.0
+
+    class Scratch:
+        def zero_(self):
+            log.append("flush")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(torch, "empty", lambda length, dtype, device: Scratch())
+    times = timing.interleaved({"one": lambda: log.append("call")}, "cuda", seconds=0)
+    turn = ["flush", "event", "call", "event"]
+    # One round to see how long it takes, then three.
+    assert log == [*turn, "wait", *3 * turn, "wait"]
+    assert times["one"].median == 0.005 and times["one"].spread == 0 and 0 < times["one"].host < 1
+
+
 def test_rows_are_on_disk_as_soon_as_they_are_written_and_name_their_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("COMMIT", "abc123")
     path = tmp_path / "new" / "table.csv"
