@@ -35,6 +35,7 @@ EACH = 0.2
 COMPILING = 0.25
 # Columns that a variant without a time leaves empty.
 FIGURES = ("microseconds", "spread", "host_microseconds", "tflops", "gbytes_per_second", "percent_of_roof")
+SHOWN = ("layer", "operation", "size", "tokens", "variant", "microseconds", "percent_of_roof", "note")
 
 
 class Inductor:
@@ -132,22 +133,12 @@ def main() -> None:
     with Table(options.output) as table, torch.no_grad():
         for done, case in enumerate(todo):
             if time.perf_counter() - began > options.seconds:
-                print(
-                    f"stopped after {done} of {len(todo)} cases: the {options.seconds:.0f} s are over", file=sys.stderr
-                )
+                print(f"{options.seconds:.0f} s are over: {done} of {len(todo)} cases", file=sys.stderr)
                 break
             found = measure(case, device, dtype, inductor, 0 if options.dry_run else EACH)
             for row in rows(case, found, dtype, roof):
                 table.write(row | measured)
-                print(
-                    case.layer,
-                    case.size,
-                    case.tokens,
-                    row["variant"],
-                    row["microseconds"],
-                    row["note"],
-                    file=sys.stderr,
-                )
+                print(*(row[key] for key in SHOWN), file=sys.stderr)
 
 
 if __name__ == "__main__":
