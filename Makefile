@@ -2,13 +2,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test test-slow test-all lint bench clean
+.PHONY: help setup demo test test-slow test-all lint bench aot clean
 
 help:
 	@echo "make demo      shard a FLUX.2 model over two CPU ranks and compare it with one (3 minutes)"
 	@echo "make test      lint, types and the tests (15 minutes at most)"
 	@echo "make test-all  the same and the slow tests"
-	@echo "make bench     microbenchmarks of the layers, and their cost on the host beside DTensor's"
+	@echo "make bench     microbenchmarks of layers and operations, and their cost on the host beside DTensor's"
+	@echo "make aot       compile every kernel configuration, without a GPU, into bench/results/aot.csv (5 minutes)"
 
 setup: $(READY)
 
@@ -36,6 +37,9 @@ test-all: test test-slow
 bench: $(READY)
 	$(BIN)/python -m pytest bench --benchmark-enable
 	$(BIN)/python bench/host.py
+
+aot: $(READY)
+	$(BIN)/python bench/aot.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -11,7 +11,6 @@ instructions are counted in nvdisasm's listing.
 import argparse
 import collections
 import contextlib
-import csv
 import io
 import re
 import subprocess
@@ -28,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from record import RESULTS, Table
 from tp_layers.kernels import configs
 from tp_layers.kernels.jit.colwise import colwise_launch
 from tp_layers.kernels.jit.colwise_tma import colwise_tma_launch
@@ -38,7 +38,6 @@ from tp_layers.kernels.jit.rms_norm import scale_launch, sum_of_squares_launch
 from tp_layers.kernels.jit.rowwise import rowwise_launch
 from tp_layers.kernels.jit.rowwise_tma import rowwise_tma_launch
 
-HERE = Path(__file__).resolve().parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # Bytes of shared memory one block may have. More than that compiles, and fails at launch.
@@ -203,33 +202,25 @@ def instructions(cubin: bytes) -> collections.Counter[str]:
     return collections.Counter(re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]+)", listing))
 
 
-def rows_of(chosen: list[Case], commit: str) -> Iterator[dict[str, Any]]:
+def rows_of(chosen: list[Case]) -> Iterator[dict[str, Any]]:
     """One row of the table for each case."""
     for case in chosen:
         launch = launch_of(case)
         tile = "x".join(str(value) for key, value in launch.arguments.items() if key.startswith("BLOCK_"))
         options = {"num_warps": launch.options["num_warps"], "num_stages": launch.options.get("num_stages", "")}
         result = compile_for(launch, case.architecture)._asdict()
-        versions = {"triton": triton.__version__, "commit": commit}
-        yield case._asdict() | {"tile": tile} | options | result | {"limit": SHARED[case.architecture]} | versions
+        yield case._asdict() | {"tile": tile} | options | result | {"limit": SHARED[case.architecture]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architecture", nargs="+", choices=configs.ARCHITECTURES, default=configs.ARCHITECTURES)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "aot.csv")
+    parser.add_argument("--output", type=Path, default=RESULTS / "aot.csv")
     parser.add_argument("--append", action="store_true", help="keep the rows that are there, as of another triton")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    append = arguments.append and arguments.output.exists()
-    with arguments.output.open("a" if append else "w", newline="") as file:
-        for count, row in enumerate(rows_of(cases(tuple(arguments.architecture)), commit.stdout.strip())):
-            writer = csv.DictWriter(file, row, lineterminator="\n")
-            if count == 0 and not append:
-                writer.writeheader()
-            writer.writerow(row)
-            file.flush()
+    with Table(arguments.output, arguments.append) as table:
+        for row in rows_of(cases(tuple(arguments.architecture))):
+            table.write(row)
             print(*row.values(), file=sys.stderr)
 
 

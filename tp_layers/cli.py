@@ -15,6 +15,7 @@ from torch import nn
 
 from .describe import describe
 from .group import Group
+from .kernels import backend, configs
 from .launch import RankError, Ranks
 from .loader.build import build
 from .loader.load import LoadReport, describe_checkpoint, find_folder, load, read_config
@@ -22,6 +23,7 @@ from .loader.save import parse_size, save
 from .plans.registry import plan_for
 from .verify import verify
 
+DESCRIBE = "What a plan does at a size, without reading weights; or which kernels run."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,9 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     def with_plan(made: argparse.ArgumentParser) -> None:
         made.add_argument("--plan", metavar="FILE.py:NAME", help="a plan of your own, instead of the registered one")
 
-    made = command("describe", _describe, "What a plan does at a size; reads no weights.", "FOLDER|CLASS")
+    made = commands.add_parser("describe", help=DESCRIBE, description=DESCRIBE)
+    made.add_argument("what", metavar="FOLDER|CLASS", nargs="?")
+    made.add_argument("--size", type=int, help="number of ranks")
     checkpoint(made)
     with_plan(made)
+    made.add_argument("--kernels", action="store_true", help="instead: which backend 'auto' takes for each operation")
+    made.add_argument("--architecture", choices=configs.ARCHITECTURES, help="for --kernels (default: this GPU's)")
+    made.set_defaults(run=_describe)
     made = command("verify", _verify, "Compares a sharded model with one rank, layer by layer.", "FILE.py:FUNCTION")
     with_plan(made)
     made = command("load", _load, "Loads a checkpoint on CPU ranks as a trial.", "FOLDER")
@@ -68,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _describe(options: argparse.Namespace) -> int:
+    if options.kernels:
+        return _kernels(options.architecture or _current_architecture())
+    if options.what is None or options.size is None:
+        raise ValueError("describe needs FOLDER|CLASS and --size, or --kernels")
     dtype = DTYPES.get(options.dtype)
     if "/" not in options.what and not Path(options.what).exists():
         model = build(_model_class(options.what), {})
@@ -78,6 +89,18 @@ def _describe(options: argparse.Namespace) -> int:
     plan = _imported(options.plan) if options.plan else plan_for(model)
     print(describe(model, plan, size=options.size, check=False))
     return 0
+
+
+def _kernels(architecture: str) -> int:
+    print(f"backend='auto' on {architecture}")
+    for row in [backend.Choice("operation", "shape", "dtype", "backend", "reason"), *backend.choices(architecture)]:
+        print(f"{row.operation:16}{row.shape:7}{row.dtype:9}{row.backend:9}{row.reason}")
+    return 0
+
+
+def _current_architecture() -> str:
+    """Of the current GPU; sm_90 where there is none."""
+    return configs.architecture_of(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton", reason="the compiler is part of triton, which is for Linux alone")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-import aot
 import torch
 
+import aot
 from tp_layers.kernels import configs
 from tp_layers.kernels.configs import Tile
 from tp_layers.kernels.jit import colwise, colwise_tma, gated, gated_tma, rms_norm, rowwise, rowwise_tma

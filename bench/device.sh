@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# The tests that need a GPU, then the benchmarks of the kernels, in six minutes at most and without the network:
+#
+#     bash bench/device.sh               results in bench/results
+#     OUT=folder bash bench/device.sh    in another folder
+#     COMMIT=abc bash bench/device.sh    of a tree without its git history
+#     DRY_RUN=1 bash bench/device.sh     the same steps on a CPU, in a minute; the tests are only collected
+#
+# Needs torch, triton, pytest and pytest-benchmark; the package need not be installed. What is finished when it is cut
+# off stays. The exit status is not 0 if a test or the benchmark failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+out=${OUT:-bench/results}
+seconds=${SECONDS_IN_ALL:-345}
+mkdir -p "$out"
+
+left() { echo $((seconds - SECONDS)); }
+
+# Of several processes, each compiles its own part of the kernels while one GPU waits.
+workers=()
+"$python" -c "import xdist" 2>/dev/null && workers=(-n 8)
+
+tests=("$python" -m pytest tests/kernels -m gpu --junitxml="$out/gpu-tests.xml")
+bench=("$python" bench/kernels.py --output "$out/kernels.csv")
+if [ -n "${DRY_RUN:-}" ]; then
+    tests+=(--collect-only)
+    bench+=(--dry-run)
+    export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
+    seconds=${SECONDS_IN_ALL:-85}
+else
+    tests+=("${workers[@]}")
+fi
+
+# Interrupted, pytest still says what it has seen.
+timeout --signal=INT --kill-after=10 $((seconds / 2)) "${tests[@]}" 2>&1 | tee "$out/gpu-tests.txt"
+status=$?
+
+# The benchmark stops by itself; a case may take a few seconds longer, and so may what follows.
+timeout --kill-after=5 "$(left)" "${bench[@]}" --seconds $(($(left) - 25)) 2>&1 | tee "$out/kernels.txt"
+[ $? -eq 0 ] || status=1
+
+if [ -f "$out/kernels.csv" ]; then
+    "$python" bench/choose.py "$out/kernels.csv" --output "$out/measured.py" || status=1
+fi
+exit $status

@@ -1,0 +1,48 @@
+"""`tp-layers describe --kernels`: what `backend="auto"` takes, without a model."""
+
+import pytest
+import torch
+
+from tp_layers.cli import main
+from tp_layers.kernels import backend, configs, measured
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    monkeypatch.setattr(measured, "FASTER", {})
+
+
+def table(capsys, *arguments):
+    assert main(["describe", "--kernels", *arguments]) == 0
+    title, header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == list(backend.Choice._fields)
+    return title, [row.split(maxsplit=4) for row in rows]
+
+
+@pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
+def test_every_choice_is_a_line(capsys, monkeypatch, architecture):
+    monkeypatch.setitem(measured.FASTER, (architecture, "rowwise", "long", "half"), "triton")
+    title, rows = table(capsys, "--architecture", architecture)
+    assert title.endswith(architecture)
+    assert rows == [list(choice) for choice in backend.choices(architecture)]
+    assert ["rowwise", "long", "half", "triton", "measured"] in rows
+
+
+def test_the_architecture_is_by_default_that_of_the_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert table(capsys)[0].endswith("sm_90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert table(capsys)[0].endswith("sm_80")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--size", "2"], ["FluxTransformer2DModel"]], ids=["none", "size", "model"])
+def test_a_model_and_a_size_are_needed_otherwise(capsys, arguments):
+    assert main(["describe", *arguments]) == 2
+    assert "needs FOLDER|CLASS and --size, or --kernels" in capsys.readouterr().err
+
+
+def test_an_unknown_architecture_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["describe", "--kernels", "--architecture", "sm_12"])
+    assert "sm_90" in capsys.readouterr().err
