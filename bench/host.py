@@ -9,10 +9,7 @@ DTensor's cost is less than `LEAST` times that of the layers.
 """
 
 import argparse
-import csv
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from record import RESULTS, Table
 from tp_layers import ColwiseLinear, RowwiseLinear
 
-HERE = Path(__file__).resolve().parent
 SIZE, WIDTH, INNER = 2, 64, 256
 LEAST = 5.0
 # Calls a sample: one takes less than the clock's own noise.
@@ -78,37 +75,19 @@ def measure(rounds: int) -> dict[str, float]:
     return {name: 1e6 * statistics.median(times) for name, times in samples.items()}
 
 
-def machine() -> str:
-    """The processor, as the kernel names it where it does."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "host.csv")
+    parser.add_argument("--output", type=Path, default=RESULTS / "host.csv")
     arguments = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
     times = measure(arguments.rounds)
     dist.destroy_process_group()
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    about = {
-        "machine": machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-    }
     beyond = {name: microseconds - times["plain"] for name, microseconds in times.items()}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["variant", "microseconds", "beyond_plain", *about], lineterminator="\n")
-        writer.writeheader()
+    with Table(arguments.output) as table:
         for name in times:
-            row = {"variant": name, "microseconds": f"{times[name]:.1f}", "beyond_plain": f"{beyond[name]:.1f}"}
-            writer.writerow(row | about)
+            table.write({"variant": name, "microseconds": f"{times[name]:.1f}", "beyond_plain": f"{beyond[name]:.1f}"})
             print(f"{name:10} {times[name]:8.1f} us, {beyond[name]:8.1f} beyond plain")
     ratio = beyond["dtensor"] / beyond["tp_layers"]
     print(f"DTensor's host cost is {ratio:.1f} times that of the layers, wanted: {LEAST:g}")

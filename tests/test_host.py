@@ -21,4 +21,4 @@ def test_the_layers_cost_a_fifth_of_dtensors_on_the_host(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     rows = list(csv.DictReader(output.open()))
     assert [row["variant"] for row in rows] == ["plain", "tp_layers", "dtensor"]
-    assert all(row["machine"] and row["torch"] and row["python"] for row in rows)
+    assert all(row["machine"] and row["torch"] and row["commit"] for row in rows)
