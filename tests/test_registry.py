@@ -39,6 +39,10 @@ class Derived(WithPlan):
     pass
 
 
+class Plain(Model):
+    pass
+
+
 def sharded(model):
     return [name for name, module in model.named_children() if not isinstance(module, nn.Linear)]
 
@@ -62,9 +66,10 @@ def test_the_last_registration_wins():
     assert sharded(apply(Model())) == ["registered"]
 
 
-def test_a_registered_plan_holds_for_subclasses_until_they_have_their_own():
+def test_a_plan_holds_for_subclasses_until_they_have_their_own_and_the_nearest_wins():
     register("Model", {"argument": "colwise_gather"})
-    assert sharded(apply(Derived())) == ["argument"]
+    assert sharded(apply(Plain())) == ["argument"]
+    assert sharded(apply(Derived())) == ["own"]
     register("WithPlan", {"registered": "colwise_gather"})
     assert sharded(apply(Derived())) == ["registered"]
     register("Derived", {"own": "colwise_gather"})
@@ -81,7 +86,7 @@ def test_a_function_of_the_model_is_called_with_it():
         return {name: "colwise_gather" for name, _ in model.named_children()}
 
     register("Model", plan)
-    model = Derived()
+    model = Plain()
     assert sharded(apply(model)) == ["argument", "registered", "own"]
     assert len(seen) == 1
     assert seen[0] is model

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .agree import agreed, fingerprint
 from .collectives import largest
 from .group import Group, GroupLike
 from .layers.options import Options
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
-from .plans.resolve import resolve
+from .plans.resolve import Resolved, resolve
 from .plans.shard import shard_model, watch_gradients
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,11 @@ def apply(
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
-            (see `refuse`, `refuse_planned`), or the ranks hold different weights. The model is as it was.
+            (see `refuse`, `refuse_planned`), the ranks hold different models, plans or weights, or another rank raises.
+            The model is as it was.
     """
     options, group = Options(backend, reduce_dtype, copy), Group.of(group)
-    # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
-    refuse(model)
-    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
-    refuse_planned(model, resolved)
+    resolved = agreed(group, lambda: _checked(model, plan, group, check), lambda found: fingerprint(model, found))
     _require_equal(model, group)
     shard_model(model, resolved, group, options)
     watch_gradients(model, resolved, group)
@@ -60,6 +59,14 @@ def apply(
         logger.warning("%s", note)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
     return model
+
+
+def _checked(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, check: bool) -> Resolved:
+    # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
+    refuse(model)
+    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+    refuse_planned(model, resolved)
+    return resolved
 
 
 def _require_equal(model: nn.Module, group: Group) -> None:

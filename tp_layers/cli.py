@@ -184,6 +184,10 @@ def _imported(reference: str) -> Any:
         sys.path.insert(0, str(file.parent))
         place = file.stem
     try:
-        return getattr(importlib.import_module(place), name)
+        module = importlib.import_module(place)
+        found = getattr(module, "__file__", None)
+        if reference.rpartition(":")[0].endswith(".py") and found and Path(found).resolve() != file:
+            raise ValueError(f"another module called '{place}' is {found}: rename {file.name}")
+        return getattr(module, name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import '{reference}': {error}") from error

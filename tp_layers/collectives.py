@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .group import Group
 from .plans.spec import ShardSpec
@@ -48,6 +49,7 @@ class _AllReduce(torch.autograd.Function):
         return _sum(x, group).detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
         if ctx.consumer == "split":
@@ -62,6 +64,7 @@ class _Replicate(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return _sum(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
 
@@ -73,6 +76,7 @@ class _AllGather(torch.autograd.Function):
         return _merge(x, group, spec)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return ctx.spec.take(grads[0], ctx.group.rank, ctx.group.size), None, None
 
@@ -84,6 +88,7 @@ class _Split(torch.autograd.Function):
         return spec.view(x, group.rank, group.size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return _merge(grads[0], ctx.group, ctx.spec), None, None
 
@@ -134,10 +139,10 @@ def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
 
     Called again for the same parameter, it does nothing.
     """
-    if group.size == 1 or getattr(parameter, "tp_layers_summed", False):
+    # By its identity: a copy of the parameter has the attribute, but not the hook.
+    if group.size == 1 or getattr(parameter, "tp_layers_summed", None) == id(parameter):
         return
-    # Not copied with the parameter, as the hook is not.
-    parameter.tp_layers_summed = True  # type: ignore[attr-defined]
+    parameter.tp_layers_summed = id(parameter)  # type: ignore[attr-defined]
     # A tensor accepts a hook only while it requires a gradient; the hook stays if it is frozen and thawed later.
     wanted = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -165,8 +170,11 @@ def receive(x: torch.Tensor, group: Group, source: int) -> torch.Tensor:
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Every rank's `value` (pickled), in rank order, on every rank."""
-    if group.size == 1:
+    """Every rank's `value` (pickled), in rank order, on every rank.
+
+    A group without a process group is one process's view of it, as a trial has: there is nobody to ask.
+    """
+    if group.size == 1 or group.process_group is None:
         return [value]
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)

@@ -1,5 +1,6 @@
 """The ranks that share one model: the only place that asks torch.distributed who is who."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -28,11 +29,15 @@ class Group:
         Without an initialised process group, None is a single rank on the current accelerator.
 
         Raises:
-            ValueError: the mesh has more than one axis, or this process is not a member.
+            ValueError: the mesh has more than one axis, this process is not a member, or torchrun started it as one of
+                several and there is no process group yet.
         """
         if isinstance(group, Group):
             return group
         if group is None and not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                # Each of these processes would take itself for the only one, and hold the whole model.
+                raise ValueError("this is one of several processes: call torch.distributed.init_process_group first")
             return cls(device=_accelerator() or CPU)
         found = _axis(group) if isinstance(group, DeviceMesh) else dist.group.WORLD if group is None else group
         rank = -1 if found is None or found == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(found)

@@ -25,6 +25,7 @@ from .group import Group
 
 # After one rank has failed, the others get this long to answer before they are ended.
 GRACE_SECONDS = 5.0
+GUARD = ' (a script that starts ranks needs `if __name__ == "__main__":`, since they import it)'
 
 
 class RankError(RuntimeError):
@@ -108,8 +109,8 @@ class Ranks:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    answers[rank] = ("error", "the process died")
+                except (EOFError, OSError):
+                    answers[rank] = ("error", "the process died" + GUARD)
                 if answers[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers

@@ -1,5 +1,6 @@
 """What every module of a model returns in one forward call, and how a sharded run compares with an unsharded one."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,9 @@ def _finding(
 ) -> Finding:
     if full.shape == local.shape:
         return Finding(event.path, event.place, _relative(local, full))
+    if event.path == "":
+        problem = f"the model returns {tuple(local.shape)} in place of {tuple(full.shape)}: its output is split"
+        return Finding(event.path, event.place, math.nan, problem)
     dims = [dim for dim in range(full.dim()) if full.dim() == local.dim() and full.shape[dim] != local.shape[dim]]
     if len(dims) != 1 or local.shape[dims[0]] * group.size != full.shape[dims[0]]:
         problem = f"its shape {tuple(local.shape)} is neither that of one rank, {tuple(full.shape)}, nor a part of it"
@@ -133,6 +137,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)

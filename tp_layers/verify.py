@@ -107,6 +107,8 @@ def compare(group: Group, model: nn.Module, inputs: Any, resolved: Resolved) -> 
     reference.run(inputs)
     if reference.failure is not None:
         raise ValueError(f"the unsharded model fails on these inputs: {reference.failure}")
+    if not reference.events[-1].tensors:
+        raise ValueError(f"{type(model).__name__} returns no tensors that could be compared")
     shard_model(model, resolved, group)
     sharded = Recorder(model, resolved)
     sharded.run(inputs)

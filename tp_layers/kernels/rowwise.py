@@ -178,7 +178,9 @@ def _torch(
         if bias is not None:
             rows += bias
     else:
-        rows.copy_(rowwise_reference(x.to(out.dtype), weight.to(out.dtype), bias))
+        # Autocast would narrow the operands again.
+        with torch.autocast(x.device.type, enabled=False):
+            rows.copy_(rowwise_reference(x.to(out.dtype), weight.to(out.dtype), bias))
     return out
 
 

@@ -24,6 +24,17 @@ def shard_parameter(parameter: torch.Tensor, spec: ShardSpec, group: Group) -> n
     return nn.Parameter(spec.take(parameter.detach(), group.rank, group.size), parameter.requires_grad)
 
 
+def plain_linear(module: nn.Module) -> nn.Linear:
+    """`module`, if it computes `x @ weight.T + bias` of two plain parameters and nothing else.
+
+    Raises:
+        ValueError: it is no nn.Linear, has a forward of its own (a quantised or adapter layer).
+    """
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise ValueError(f"it is a {type(module).__name__}, not a plain nn.Linear")
+    return module
+
+
 class ShardedLinear(nn.Module):
     """What the two layers share: the place of the shard, how they compute, and how they print.
 
@@ -37,6 +48,9 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, spec: ShardSpec, group: Group, options: Options) -> None:
         super().__init__()
+        plain_linear(linear)
+        if "weight" not in linear._parameters:
+            raise ValueError("its weight is parametrised, so it is computed; remove the parametrisation first")
         self.spec, self.group, self.options = spec, group, options
         # The same cut, of an activation's last dim.
         self.features = ShardSpec(-1, spec.blocks)
@@ -52,7 +66,9 @@ class ShardedLinear(nn.Module):
 
     def check_in_place(self) -> None:
         """Raises ValueError where a full weight read in place would get the gradient of this rank's part only."""
-        if self.ranges is not None and torch.is_grad_enabled() and self.weight.requires_grad:
+        if self.ranges is None or not torch.is_grad_enabled():
+            return
+        if any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError("a layer with copy=False is for inference: use torch.no_grad(), or shard with copy=True")
 
     def extra_repr(self) -> str:
@@ -118,7 +134,6 @@ class RowwiseLinear(ShardedLinear):
         self.split_input = split_input
         self.in_features = spec.length if split_input else self.local_features
         self.out_features = linear.weight.shape[0]
-        self.sum_dtype = summed_in(options.reduce_dtype, linear.weight.dtype, group)
 
     @classmethod
     def from_linear(
@@ -149,17 +164,21 @@ class RowwiseLinear(ShardedLinear):
             if not isinstance(x, torch.Tensor):
                 raise ValueError("rowwise_split_input takes one whole input, not several")
             x = split(x, self.group, self.features)
+        dtype = self.weight.dtype
+        if torch.is_autocast_enabled(self.weight.device.type):
+            dtype = torch.get_autocast_dtype(self.weight.device.type)
+        wide = summed_in(self.options.reduce_dtype, dtype, self.group)
         y = rowwise(
             x,
             self.weight,
             self.bias,
             add_bias=self.group.rank == 0,
             ranges=self.ranges,
-            out_dtype=self.sum_dtype,
+            out_dtype=wide,
             backend=self.options.backend,
         )
         y = all_reduce(y, self.group)
-        return y if self.sum_dtype is None else y.to(self.weight.dtype)
+        return y if wide is None else y.to(dtype)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:
         width = x.shape[-1] if isinstance(x, torch.Tensor) else sum(part.shape[-1] for part in x)

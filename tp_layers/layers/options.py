@@ -1,6 +1,7 @@
 """How the layers of a sharded model compute: the keywords that `apply` and `load` hand on to each of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,8 +10,11 @@ from ..kernels.backend import requested
 
 @dataclass(frozen=True)
 class Options:
-    """`backend`: "auto", "triton" or "torch" (None: the process's default); `reduce_dtype`: of partial sums while they
-    are reduced (None: the layer's own dtype); `copy`: False leaves full weights in place and reads this rank's part.
+    """The three of them; a field left out changes nothing.
+
+    `backend`: "auto", "triton" or "torch" (None: the process's default). `reduce_dtype`: of partial sums while they are
+    reduced (None, or one narrower than theirs: their own). `copy`: False leaves full weights in place, and each rank
+    reads its part of them.
 
     Raises:
         ValueError: the backend is unknown, or `reduce_dtype` is not a floating-point dtype.
@@ -22,8 +26,14 @@ class Options:
 
     def __post_init__(self) -> None:
         requested(self.backend)
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype must be a floating-point dtype, got {self.reduce_dtype}")
+        dtype = self.reduce_dtype
+        if dtype is not None and not is_wide_float(dtype):
+            raise ValueError(f"reduce_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
+
+
+def is_wide_float(dtype: Any) -> bool:
+    """Whether it is a floating-point dtype that can be computed in, which float8 is not."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 DEFAULT = Options()

@@ -1,6 +1,7 @@
 """A model without weights: parameters on meta in their final dtype, buffers and plain attributes real."""
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from .index import Entry
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+# What `build` changes while it builds belongs to the whole process.
+_BUILDING = threading.RLock()
+
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
@@ -21,11 +25,12 @@ def _meta_parameters() -> Iterator[None]:
     Under `torch.device("meta")` buffers and plain tensor attributes (rotary tables) would stay meta too. A parameter
     that is registered a second time is tied, and becomes the same object again.
     """
-    register = nn.Module.register_parameter
+    register, builder = nn.Module.register_parameter, threading.get_ident()
     moved = WeakIdKeyDictionary()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        # Other threads build models of their own meanwhile.
+        if param is not None and not param.is_meta and threading.get_ident() == builder:
             if param not in moved:
                 moved[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
             param = moved[param]
@@ -52,15 +57,18 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
     """The model of a diffusers `config`, in eval mode; buffers have the dtypes `from_pretrained` would give them.
 
     Raises:
-        ValueError: the class is not built from a config (not a diffusers model).
+        ValueError: the class is not built from a config (not a diffusers model), or computes buffers from parameters.
     """
     if not hasattr(model_class, "from_config"):
         raise ValueError(
             f"{model_class.__name__} has no from_config: load reads diffusers models; "
             f"build others yourself and call tp_layers.apply"
         )
-    with _meta_parameters(), _default_dtype(dtype):
+    with _BUILDING, _meta_parameters(), _default_dtype(dtype):
         model = model_class.from_config(config)
+    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if computed:
+        raise ValueError(f"{model_class.__name__} computes its buffers {computed} from parameters: use tp_layers.apply")
     return model.eval()
 
 

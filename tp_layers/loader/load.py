@@ -11,11 +11,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from ..agree import agreed, fingerprint
 from ..group import Group, GroupLike
-from ..layers.options import Options
+from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
-from ..plans.resolve import resolve
+from ..plans.resolve import Resolved, resolve
 from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
 from .build import Places, build, check_keys, set_dtypes
 from .index import STEMS, Entry, read_index
@@ -75,20 +76,27 @@ def load(
         report: True returns `(model, LoadReport)`.
 
     Raises:
-        ValueError: an argument, the config, the plan or the checkpoint does not fit; nothing has been read yet.
+        ValueError: an argument, the config, the plan or the checkpoint does not fit, and nothing has been read yet; or
+            another rank fails.
         FileNotFoundError: there is no such folder, or no safetensors weights in it.
         OSError: a file cannot be read, or ends early.
     """
     _refuse_arguments(refused)
+    if dtype is not None and not is_wide_float(dtype):
+        raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
     options, start = Options(backend, reduce_dtype), time.monotonic()
     group = Group.of(group)
     device = group.device if device is None else torch.device(device)
-    folder = find_folder(path, subfolder)
-    model, entries = describe_checkpoint(model_class, folder, dtype)
-    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
-    refuse_planned(model, resolved)
+
+    def prepare() -> tuple[Model, dict[str, Entry], Resolved]:
+        model, entries = describe_checkpoint(model_class, find_folder(path, subfolder), dtype)
+        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+        refuse_planned(model, resolved)
+        return model, entries, resolved
+
+    model, entries, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
     shard_model(model, resolved, group, options)
-    requested = _fill(model, entries, device)
+    requested = agreed(group, lambda: _fill(model, entries, device))
     watch_gradients(model, resolved, group)
     cast(Any, model).register_to_config(_name_or_path=str(path))
     for note in resolved.notes:
@@ -160,7 +168,8 @@ def held_bytes(model: nn.Module) -> int:
 def _refuse_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in REFUSED:
-            raise TypeError(f"load() got an unexpected argument '{name}'")
+            hint = ", use dtype=" if name == "torch_dtype" else ""
+            raise TypeError(f"load() got an unexpected argument '{name}'{hint}")
         harmless = True if name in ("low_cpu_mem_usage", "use_safetensors") else None
         if value is not harmless and value is not None and not (name == "use_flashpack" and value is False):
             raise ValueError(f"{name}={value!r} cannot be combined with a sharded load: {REFUSED[name]}")

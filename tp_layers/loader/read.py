@@ -31,7 +31,7 @@ class Reader:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.requested = 0
-        self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8)
+        self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="cpu")
         self._open: tuple[Path, int] | None = None
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Reader:
         outer, _, inner = rows.shape
         row_bytes = length * inner * source.entry.dtype.itemsize
         step = max(1, BOUNCE_BYTES // row_bytes)
-        bounce = self._bounce if row_bytes <= BOUNCE_BYTES else torch.empty(row_bytes, dtype=torch.uint8)
+        bounce = self._bounce if row_bytes <= BOUNCE_BYTES else torch.empty(row_bytes, dtype=torch.uint8, device="cpu")
         for first in range(0, outer, step):
             count = min(step, outer - first)
             raw = bounce[: count * row_bytes]

@@ -28,12 +28,14 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
         max_shard_size: bytes of tensors a file holds at most, a number or as in "5GB"; a larger one has its own file.
 
     Raises:
-        ValueError: the model is not sharded by this package, a dtype cannot be stored, or the size is not one.
-        OSError: rank 0 cannot write; raised on every rank, and a checkpoint that was there is as it was.
+        ValueError: the model is not sharded by this package or was changed since, a dtype cannot be stored, or the size
+            is not one.
+        OSError: rank 0 cannot write; raised on every rank. Until all files are complete, a checkpoint that was there
+            is as it was.
     """
-    sharding = sharding_of(model)
-    if sharding is None:
-        raise ValueError(f"this {type(model).__name__} is not sharded by tp_layers: use its own save_pretrained")
+    # torch.compile(model) is a module around the model itself.
+    model = getattr(model, "_orig_mod", model)
+    sharding = _checked(model)
     limit = parse_size(max_shard_size)
     group, folder = sharding.group, Path(path)
     files = _plan_files(_stored(model, sharding), limit)
@@ -55,6 +57,31 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     problem = broadcast_text(problem, group)
     if problem:
         raise OSError(problem)
+
+
+def _checked(model: nn.Module) -> Sharding:
+    """The model's sharding, if the model still is what it was after sharding.
+
+    A wrapped block has other names and a replaced layer other shapes: its shard would be written as if it were whole.
+    """
+    sharding, what = sharding_of(model), type(model).__name__
+    if sharding is None:
+        inner = [path for path, module in model.named_modules() if sharding_of(module) is not None]
+        hint = f"its '{inner[0]}' is: save that" if inner else "use its own save_pretrained"
+        raise ValueError(f"this {what} is not sharded by tp_layers: {hint}")
+    state, specs = model.state_dict(keep_vars=True), sharding.resolved.specs
+    for name, spec in specs.items():
+        if name not in state:
+            raise ValueError(
+                f"'{name}' is gone: save before wrapping or replacing modules, or wrap with model.compile()"
+            )
+        local = tuple(state[name].shape)
+        if local[spec.dim] * sharding.group.size != spec.length:
+            raise ValueError(f"'{name}' is {local}, not a shard of {spec.full_shape(local)}: it was replaced")
+    for path, module in model.named_modules():
+        if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):
+            raise ValueError(f"the projections of '{path}' were fused after sharding: unfuse them before saving")
+    return sharding
 
 
 def parse_size(size: int | str) -> int:
@@ -103,7 +130,7 @@ def _gather(own: torch.Tensor, item: Stored, group: Group) -> torch.Tensor | Non
     if group.rank != 0:
         send(own, group, 0)
         return None
-    full = torch.empty(item.shape, dtype=item.dtype)
+    full = torch.empty(item.shape, dtype=item.dtype, device="cpu")
     item.spec.put(own, full, 0, group.size)
     for rank in range(1, group.size):
         item.spec.put(receive(torch.empty_like(own), group, rank), full, rank, group.size)

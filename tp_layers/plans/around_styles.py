@@ -78,6 +78,8 @@ class Divide(Style):
         for name, value in found.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{type(module).__name__}.{name} is {value!r}, not an integer to divide")
+            if name not in vars(module):
+                raise ValueError(f"{type(module).__name__}.{name} is no attribute of the module itself, to be set anew")
         return cast(Mapping[str, int], found)
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
@@ -96,6 +98,9 @@ class _Slicer:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
+            if not -output.dim() <= self.dim < output.dim():
+                what = f"{type(module).__name__} returns a tensor of shape {tuple(output.shape)}"
+                raise ValueError(f"SliceOutput({self.dim}): {what}, which has no such dim")
             return split(output, self.group, ShardSpec.of(self.dim, output.shape[self.dim]))
         if type(output) in (tuple, list):
             return type(output)(self(module, args, item) for item in output)

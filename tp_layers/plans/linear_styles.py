@@ -7,19 +7,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..group import Group
-from ..layers.linear import ColwiseLinear, RowwiseLinear
+from ..layers.linear import ColwiseLinear, RowwiseLinear, plain_linear
 from ..layers.options import DEFAULT, Options
 from .spec import ShardSpec
 from .style import Specs, Style
 
 Blocks = Sequence[int] | Callable[[nn.Linear], Sequence[int]] | None
-
-
-def _linear(module: nn.Module) -> nn.Linear:
-    # A subclass with a forward of its own (a quantised or adapter layer) computes something else than x @ w.T + b.
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        raise ValueError(f"it is a {type(module).__name__}, not a plain nn.Linear")
-    return module
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,12 @@ class PackedColwiseParallel(_Packed):
     input, output, dim, attribute = "whole", "split", 0, "_tp_packed_col_blocks"
 
     def specs(self, module: nn.Module) -> Specs:
-        linear = _linear(module)
+        linear = plain_linear(module)
         spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear))
         return {"weight": spec} if linear.bias is None else {"weight": spec, "bias": spec}
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = _linear(module)
+        linear = plain_linear(module)
         return ColwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
 
 
@@ -69,11 +62,11 @@ class PackedRowwiseParallel(_Packed):
     collective = "all-reduce"
 
     def specs(self, module: nn.Module) -> Specs:
-        linear = _linear(module)
+        linear = plain_linear(module)
         return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear))}
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = _linear(module)
+        linear = plain_linear(module)
         return RowwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
 
 
@@ -90,7 +83,7 @@ class ColwiseGather(Colwise):
     output, collective = "whole", "all-gather"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return ColwiseLinear.from_linear(_linear(module), group=group, gather=True, options=options)
+        return ColwiseLinear.from_linear(plain_linear(module), group=group, gather=True, options=options)
 
 
 class Rowwise(PackedRowwiseParallel):
@@ -106,4 +99,4 @@ class RowwiseSplitInput(Rowwise):
     input = "whole"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return RowwiseLinear.from_linear(_linear(module), group=group, split_input=True, options=options)
+        return RowwiseLinear.from_linear(plain_linear(module), group=group, split_input=True, options=options)

@@ -47,6 +47,8 @@ def match(model: nn.Module, plan: Mapping[str, Any]) -> list[Match]:
         ValueError: an unknown style, a key that matches nothing anywhere, two keys for one module, or one module at
             two planned paths.
     """
+    if not isinstance(plan, Mapping):
+        raise ValueError(f"a plan maps module paths to styles, got a {type(plan).__name__}")
     if not plan:
         raise ValueError(f"the plan for {type(model).__name__} is empty: nothing would be sharded")
     found: dict[str, Match] = {}

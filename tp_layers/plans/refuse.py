@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers.linear import ShardedLinear
+from ..layers.norm import AcrossRMSNorm
 from .resolve import Resolved
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,6 +52,8 @@ def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
     what = f"'{path}'" if path else "it"
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         yield f"{what} is compiled; shard first, then compile"
+    if isinstance(module, ShardedLinear | AcrossRMSNorm) or (path and "_tp_layers" in module.__dict__):
+        yield f"{what} is sharded already"
     if hasattr(module, "_hf_hook"):
         yield f"accelerate offloads {what}; remove its hooks first, {OFFLOAD_HINT}"
     registry = getattr(module, "_diffusers_hook", None)
@@ -123,6 +127,7 @@ REFUSED = {
     "add_adapter": _ADAPTER,
     "load_lora_adapter": _ADAPTER,
     "load_adapter": _ADAPTER,
+    "fuse_qkv_projections": ("have its projections fused", "a fused layer would hold a second copy; fuse nothing"),
     "enable_group_offload": _OFFLOAD,
     "enable_layerwise_casting": (
         "be cast layer by layer",

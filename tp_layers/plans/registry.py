@@ -24,18 +24,19 @@ def register(name: str, plan: PlanLike) -> None:
 
 
 def plan_for(model: nn.Module) -> Plan:
-    """The plan of `model`'s class: the registry first, along its base classes, then its own `_tp_plan`.
+    """The plan of `model`'s class, or of the nearest base that has one: registered, else its own `_tp_plan`.
 
     Raises:
         ValueError: there is neither.
     """
+    if "_tp_plan" in vars(model) and type(model).__name__ not in _PLANS:
+        return vars(model)["_tp_plan"]
     for base in type(model).__mro__:
         if base.__name__ in _PLANS:
             plan = _PLANS[base.__name__]
             return plan(model) if callable(plan) else plan
-    own = getattr(model, "_tp_plan", None)
-    if own:
-        return own
+        if vars(base).get("_tp_plan"):
+            return vars(base)["_tp_plan"]
     raise ValueError(
         f"no plan for {type(model).__name__}: pass plan={{...}}, or call tp_layers.register with its name; "
         f"registered are {', '.join(sorted(_PLANS))}"

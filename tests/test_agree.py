@@ -1,0 +1,94 @@
+"""One rank that cannot, or that differs, ends `apply` and `load` on all ranks, within seconds and with the reason."""
+
+import pytest
+import torch
+from diffusers import Flux2Transformer2DModel
+from torch import nn
+
+import tp_layers
+from close import randomise
+from families import FAMILIES
+from pair import PLAN, Pair
+from tp_layers.group import Group
+from tp_layers.loader.read import Reader
+
+
+def parametrised(group: Group, model: nn.Module) -> dict:
+    if group.rank == 1:
+        nn.utils.parametrizations.weight_norm(model.up)
+    return PLAN
+
+
+def more_parameters(group: Group, model: nn.Module) -> dict:
+    if group.rank == 1:
+        model.extra = nn.Linear(2, 2)
+    return PLAN
+
+
+def another_plan(group: Group, model: nn.Module) -> dict:
+    return {"up": "colwise_gather"} if group.rank == 1 else PLAN
+
+
+DIFFERS = "has another model, plan or size"
+CASES = {
+    "its model cannot be sharded": (parametrised, "rank 1 of 3 failed: ValueError", "parametrised"),
+    "its model is another": (more_parameters, DIFFERS, DIFFERS),
+    "its plan is another": (another_plan, DIFFERS, DIFFERS),
+}
+
+
+def message(group: Group, name: str) -> tuple[str, bool]:
+    model = randomise(Pair(width=24))
+    plan = CASES[name][0](group, model)
+    with pytest.raises(ValueError) as error:
+        tp_layers.apply(model, plan, group=group)
+    return str(error.value), isinstance(model.down, nn.Linear)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_apply_ends_on_every_rank_with_the_model_untouched(ranks, name):
+    _, others, own = CASES[name]
+    said = ranks(3, message, name)
+    assert others in said[0][0] and others in said[2][0] and own in said[1][0]
+    assert all(untouched for _, untouched in said)
+
+
+def load_message(group: Group, folder: str, elsewhere: str) -> str:
+    with pytest.raises((ValueError, OSError)) as error:
+        tp_layers.load(Flux2Transformer2DModel, elsewhere if group.rank == 1 else folder, group=group)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def unreadable(group: Group, folder: str) -> str:
+    """Rank 1 cannot read one tensor, long after all headers were read."""
+    read = Reader.read
+
+    def fail(self: Reader, name: str, *args: object) -> None:
+        if group.rank == 1 and "proj_out" in name:
+            raise OSError(f"cannot read '{name}'")
+        read(self, name, *args)
+
+    Reader.read = fail
+    try:
+        return load_message(group, folder, folder)
+    finally:
+        Reader.read = read
+
+
+def test_load_ends_on_every_rank(ranks, tmp_path):
+    FAMILIES["Flux2Transformer2DModel"].build().save_pretrained(tmp_path)
+    missing = ranks(2, load_message, str(tmp_path), str(tmp_path / "missing"))
+    assert missing[0].startswith("ValueError: rank 1 of 2 failed: FileNotFoundError")
+    assert missing[1].startswith("FileNotFoundError")
+    read = ranks(2, unreadable, str(tmp_path))
+    assert read[0].startswith("ValueError: rank 1 of 2 failed: OSError: cannot read 'proj_out")
+    assert read[1].startswith("OSError: cannot read 'proj_out")
+
+
+def alike(group: Group) -> bool:
+    model = tp_layers.apply(randomise(Pair()), PLAN, group=group)
+    return bool(torch.isfinite(model(torch.ones(1, 8))).all())
+
+
+def test_equal_ranks_agree(ranks):
+    assert ranks(2, alike) == [True, True]
