@@ -180,8 +180,9 @@ def _imported(reference: str) -> Any:
         file = Path(place).resolve()
         if not file.is_file():
             raise FileNotFoundError(f"there is no file {place}")
-        # By its folder on the path, so that the ranks' processes can import what they are sent.
-        sys.path.insert(0, str(file.parent))
+        # By its folder on the path, so that the ranks' processes can import what they are sent; at its end, or a file
+        # called as a module of Python's own would take that module's place.
+        sys.path.append(str(file.parent))
         place = file.stem
     try:
         module = importlib.import_module(place)
