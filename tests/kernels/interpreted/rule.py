@@ -36,6 +36,20 @@ def agree(kernel: Callable[..., Any], twin: Callable[..., Any], *tensors: torch.
         check(*triple)
 
 
+def agree_gradients(loss: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
+    """Checks the gradients of `loss(backend, *tensors)` by Triton against float64, by the error of the torch twin."""
+
+    def gradients(backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+        loss(backend, *leaves).backward()
+        return [leaf.grad for leaf in leaves]
+
+    dtype = tensors[0].dtype
+    ways = gradients("triton", dtype), gradients("torch", dtype), gradients("torch", torch.float64)
+    for triple in zip(*ways, strict=True):
+        check(*triple)
+
+
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Normal values, divided by the root of the last extent in a weight: a view with NaN on all sides."""
     generator = torch.Generator().manual_seed(seed)
