@@ -18,7 +18,8 @@ from .group import Group
 from .kernels import backend, configs
 from .launch import RankError, Ranks
 from .loader.build import build
-from .loader.load import LoadReport, describe_checkpoint, find_folder, load, read_config
+from .loader.folder import find_folder, read_config
+from .loader.load import LoadReport, describe_checkpoint, load
 from .loader.save import parse_size, save
 from .plans.registry import plan_for
 from .verify import verify

@@ -1,6 +1,5 @@
 """`load`: a sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
 from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
 from .build import Places, build, check_keys, set_dtypes
-from .index import STEMS, Entry, read_index
+from .folder import QUANTISED, find_folder, read_config
+from .index import Entry, read_index
 from .progress import progress
 from .read import reader
 
@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Arguments of from_pretrained that would make each rank read or hold the whole model, with what to do instead.
 REFUSED = {
     "device_map": "each rank's shards go to that rank's device; drop it",
-    "quantization_config": "quantised weights are packed in a layout that cannot be sliced; load the model unquantised",
+    "quantization_config": QUANTISED,
     "low_cpu_mem_usage": "shards are read into a model without weights, which is low_cpu_mem_usage=True; drop it",
     "use_flashpack": "FlashPack files cannot be read in slices; use the safetensors weights",
     "use_safetensors": "only safetensors files can be read in slices; drop it",
@@ -116,47 +116,6 @@ def describe_checkpoint(
     entries = check_keys(model, entries)
     set_dtypes(model, entries, dtype)
     return cast(Model, model), entries
-
-
-def find_folder(path: str | Path, subfolder: str | None) -> Path:
-    """The local folder of a model; a repository id is resolved by huggingface_hub, offline from its cache."""
-    folder = Path(path)
-    if not folder.is_dir():
-        if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-            raise FileNotFoundError(f"{path} is neither a folder nor the id of a repository")
-        try:
-            from huggingface_hub import snapshot_download
-        except ImportError as error:
-            raise FileNotFoundError(f"{path} is not a folder; repository ids need huggingface_hub") from error
-        inside = f"{subfolder}/" if subfolder else ""
-        # A pattern's `*` stands for slashes too: as a prefix it would fetch every component of a pipeline.
-        ends = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")
-        names = ["config.json", *(stem + end for stem in STEMS for end in ends)]
-        folder = Path(snapshot_download(str(path), allow_patterns=[inside + name for name in names]))
-    folder = folder / subfolder if subfolder else folder
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    return folder
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The model's `config.json`.
-
-    Raises:
-        FileNotFoundError: there is none. ValueError: it is not JSON, or describes a quantised checkpoint.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: is the model in a subfolder of it?")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} is not the config of a model: it holds a {type(config).__name__}")
-    if config.get("quantization_config") is not None:
-        raise ValueError(f"{file} has a quantization_config: {REFUSED['quantization_config']}")
-    return config
 
 
 def held_bytes(model: nn.Module) -> int:
