@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tp_layers.loader import read
+from tp_layers.loader import parts, read, staging
 from tp_layers.loader.index import DTYPES, Entry, read_header
 from tp_layers.plans.spec import ShardSpec
 
@@ -34,13 +34,13 @@ SHAPES = {
     "a whole tensor without elements": ((3, 0, 2), None),
 }
 
-# BOUNCE_BYTES and LONG_RUN_BYTES that force each way through the reader on tensors this small.
+# BOUNCE_BYTES, STAGE_BYTES and CALL_BYTES that force each way through the reader on tensors this small.
 WAYS = {
-    "as shipped": (read.BOUNCE_BYTES, read.LONG_RUN_BYTES),
-    "rows longer than the bounce buffer": (16, 1 << 20),
-    "two or three rows at a time": (160, 1 << 20),
-    "every run by itself": (1 << 20, 0),
-    "every run in pieces": (16, 0),
+    "as shipped": (read.BOUNCE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES),
+    "rows longer than the buffers": (16, 16, 1 << 20),
+    "two or three rows at a time": (160, 160, 1 << 20),
+    "every run by itself": (1 << 20, 1 << 20, 0),
+    "every run by itself, in pieces": (16, 16, 0),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -48,7 +48,8 @@ ways = pytest.mark.parametrize("way", WAYS)
 def send(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Sends every read one way."""
     monkeypatch.setattr(read, "BOUNCE_BYTES", WAYS[way][0])
-    monkeypatch.setattr(read, "LONG_RUN_BYTES", WAYS[way][1])
+    monkeypatch.setattr(read, "STAGE_BYTES", WAYS[way][1])
+    monkeypatch.setattr(read, "CALL_BYTES", WAYS[way][2])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,6 +90,4 @@ def shard(entry: Entry, spec: ShardSpec | None, rank: int, size: int, dtype: tor
     shape = entry.shape if spec is None else spec.local_shape(entry.shape, size)
     target = torch.empty(shape, dtype=dtype)
     bits(target).fill_(0x55)
-    with read.reader(rank, size) as files:
-        files.read("x", entry, spec, target)
-    return target, files.requested
+    return target, read.read_shards([read.Job("x", parts.shard(entry, spec, rank, size), target)], rank)

@@ -10,7 +10,7 @@ from close import randomise
 from families import FAMILIES
 from pair import PLAN, Pair
 from tp_layers.group import Group
-from tp_layers.loader.read import Reader
+from tp_layers.loader.read import Job, Reader
 
 
 def parametrised(group: Group, model: nn.Module) -> dict:
@@ -63,10 +63,10 @@ def unreadable(group: Group, folder: str) -> str:
     """Rank 1 cannot read one tensor, long after all headers were read."""
     read = Reader.read
 
-    def fail(self: Reader, name: str, *args: object) -> None:
-        if group.rank == 1 and "proj_out" in name:
-            raise OSError(f"cannot read '{name}'")
-        read(self, name, *args)
+    def fail(self: Reader, job: Job) -> None:
+        if group.rank == 1 and "proj_out" in job.name:
+            raise OSError(f"cannot read '{job.name}'")
+        read(self, job)
 
     Reader.read = fail
     try:

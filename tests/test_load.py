@@ -18,8 +18,8 @@ from memory import Touched
 from toy import PLAN, Toy, save_toy
 from tp_layers.describe import Report, Tensor, describe
 from tp_layers.group import Group
-from tp_layers.loader import read
-from tp_layers.loader.load import LoadReport
+from tp_layers.loader import read, staging
+from tp_layers.loader.report import LoadReport
 from tp_layers.plans.shard import sharding_of
 
 ONE = Group()
@@ -48,8 +48,8 @@ def loaded(
     folder: Path,
     dtype: torch.dtype | None,
     plan: dict[str, Any] | None,
-    bounce: int = read.BOUNCE_BYTES,
-    long_run: int = read.LONG_RUN_BYTES,
+    buffers: int = read.BOUNCE_BYTES,
+    call: int = read.CALL_BYTES,
 ) -> dict[str, Any]:
     """What `load` reports, what it did, and every tensor this rank holds."""
     system, read_bytes = os.preadv, []
@@ -58,13 +58,15 @@ def loaded(
         read_bytes.append(system(descriptor, buffers, offset))
         return read_bytes[-1]
 
-    kept = read.BOUNCE_BYTES, read.LONG_RUN_BYTES
+    kept = read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES
     try:
-        os.preadv, read.BOUNCE_BYTES, read.LONG_RUN_BYTES = preadv, bounce, long_run
+        os.preadv = preadv
+        read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES = buffers, buffers, buffers, call
         with Touched() as touched:
             model, report = tp_layers.load(CLASSES[name], folder, group=group, dtype=dtype, plan=plan, report=True)
     finally:
-        os.preadv, (read.BOUNCE_BYTES, read.LONG_RUN_BYTES) = system, kept
+        os.preadv = system
+        read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES = kept
     return {
         "report": report,
         "read": sum(read_bytes),
@@ -75,28 +77,28 @@ def loaded(
     }
 
 
-def file_bytes(tensor: Tensor, rank: int, size: int, itemsize: int, long_run: int) -> int:
-    """Bytes of the file that a rank must ask for to get its part of `tensor`."""
+def file_bytes(tensor: Tensor, rank: int, size: int, itemsize: int, call: int) -> tuple[int, int]:
+    """Bytes of the file that are in a rank's part of `tensor`, and those that it asks for to get them."""
     full = math.prod(tensor.shape) * itemsize
     if tensor.spec is None:
-        return full
+        return full, full
     ranges = tensor.spec.ranges(rank, size)
     outer = math.prod(tensor.shape[: tensor.spec.dim])
     unit = math.prod(tensor.shape[tensor.spec.dim + 1 :]) * itemsize
-    longest = max(stop - start for start, stop, _ in ranges) * unit
-    return full if outer > 1 and longest < long_run else outer * unit * sum(stop - start for start, stop, _ in ranges)
+    needed = outer * unit * sum(stop - start for start, stop, _ in ranges)
+    worth = full - needed >= outer * len(ranges) * call
+    return needed, needed if outer == 1 or worth else full
 
 
-def check_reports(
-    results: list[dict[str, Any]], described: Report, full: dict[str, torch.Tensor], long_run: int
-) -> None:
+def check_reports(results: list[dict[str, Any]], described: Report, full: dict[str, torch.Tensor], call: int) -> None:
     size = len(results)
     for rank, result in enumerate(results):
         report: LoadReport = result["report"]
         assert (report.rank, report.size) == (rank, size) and report.seconds > 0
         assert report.bytes_held == described.held_bytes == result["described"] == result["held"]
-        wanted = [file_bytes(it, rank, size, full[it.name].element_size(), long_run) for it in described.tensors]
-        assert report.bytes_read == result["read"] == sum(wanted)
+        wanted = [file_bytes(it, rank, size, full[it.name].element_size(), call) for it in described.tensors]
+        assert report.bytes_needed == sum(needed for needed, _ in wanted)
+        assert report.bytes_read == result["read"] == sum(asked for _, asked in wanted)
 
 
 @names
@@ -106,7 +108,7 @@ def test_each_rank_holds_and_reads_its_part_and_no_more(ranks, checkpoint, name,
     full = state_of(checkpoint(name))
     described = describe(FAMILIES[name].build(dtype=dtype or torch.float32), size=size)
     results = ranks(size, loaded, name, checkpoint(name), dtype, None)
-    check_reports(results, described, full, read.LONG_RUN_BYTES)
+    check_reports(results, described, full, read.CALL_BYTES)
     specs = {tensor.name: tensor.spec for tensor in described.tensors}
     for rank, result in enumerate(results):
         assert result["state"].keys() == full.keys()
@@ -120,14 +122,14 @@ def test_each_rank_holds_and_reads_its_part_and_no_more(ranks, checkpoint, name,
 
 @sizes
 @pytest.mark.parametrize("dtype", [None, HALF], ids=["as it is", "bfloat16"])
-@pytest.mark.parametrize("long_run", [1, 1 << 20], ids=["long runs", "short runs"])
-def test_no_rank_works_on_a_full_planned_weight(ranks, tmp_path, size, dtype, long_run):
-    # Shards of several kB, a bounce buffer of 2, and everything else below one.
+@pytest.mark.parametrize("call", [0, 1 << 20], ids=["by runs", "by rows"])
+def test_no_rank_works_on_a_full_planned_weight(ranks, tmp_path, size, dtype, call):
+    # Shards of several kB, buffers of 2, and everything else below one.
     full = save_toy(tmp_path, width=48, hidden=256)
     toy = Toy(width=48, hidden=256)
     described = describe(toy if dtype is None else nn.Module.to(toy, dtype), PLAN, size=size)
-    results = ranks(size, loaded, "Toy", tmp_path, dtype, PLAN, 2048, long_run)
-    check_reports(results, described, full, long_run)
+    results = ranks(size, loaded, "Toy", tmp_path, dtype, PLAN, 2048, call)
+    check_reports(results, described, full, call)
     shard = 48 * 256 * (dtype or torch.float32).itemsize // size
     assert [result["largest"] for result in results] == [shard] * size
 
@@ -170,6 +172,6 @@ def test_a_file_that_shrinks_during_the_load_is_an_error(toy, monkeypatch):
         return system(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    message = rf"cannot read '[\w.]+' at offset \d+ of {re.escape(str(file))}: the file ends \d+ bytes early"
+    message = rf"rank 0 cannot read '[\w.]+' at offset \d+ of {re.escape(str(file))}: the file ends \d+ bytes early"
     with pytest.raises(OSError, match=message):
         tp_layers.load(Toy, toy, plan=PLAN, group=ONE)

@@ -94,7 +94,7 @@ def test_tied_parameters_share_one_storage(toy, kept):
     assert model.embed.weight is model.head.weight and torch.equal(model.head.weight, value)
     assert model.shift is model.same_shift and not model.shift.requires_grad
     held = sum(tensor.nbytes for tensor in state.values()) + value.nbytes
-    assert report.bytes_held == held and report.bytes_read == held + (len(kept) - 1) * value.nbytes
+    assert report.bytes_held == report.bytes_read == held
     wanted = Toy()
     wanted.load_state_dict({**state, "embed.weight": value, "head.weight": value, "same_shift": state["shift"]})
     x = torch.ones(2, 6)

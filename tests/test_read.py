@@ -1,6 +1,7 @@
 """The reader: every rank gets the shard the spec takes of the full tensor, bit for bit, or an error."""
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from read_case import SHAPES, SIZES, bits, send, shard, values, ways, write
-from tp_layers.loader import read
+from tp_layers.loader import parts, read
 from tp_layers.loader.index import DTYPES, Entry
-from tp_layers.plans.spec import ShardSpec
+from tp_layers.plans.spec import Range, ShardSpec
 
 
 @pytest.fixture
@@ -98,31 +99,34 @@ def test_a_file_cut_short_after_its_header_was_read(tmp_path, through, way, case
     # The last rank's shard ends where the tensor does.
     with pytest.raises(OSError) as error:
         shard(entry, spec, 1, 2, dtype)
-    assert str(error.value).startswith(f"cannot read 'x' at offset {length} of {entry.file}: the file ends ")
+    assert str(error.value).startswith(f"rank 1 cannot read 'x' at offset {length} of {entry.file}: the file ends ")
 
 
 def test_a_file_that_is_gone_or_unreadable_is_named(tmp_path, monkeypatch):
     entry = write(tmp_path, values((8, 6), torch.float32))
+
+    where = rf"rank 0 cannot read 'x' at offset {entry.offset} of {re.escape(str(entry.file))}"
 
     def broken(*args: object) -> int:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
-        with pytest.raises(OSError, match=rf"cannot read 'x' at offset {entry.offset} of {entry.file}: .*Input/output"):
+        with pytest.raises(OSError, match=rf"{where}: .*Input/output"):
             shard(entry, None, 0, 1, torch.float32)
     entry.file.unlink()
-    with pytest.raises(OSError, match=rf"cannot read 'x' at offset {entry.offset} of {entry.file}: .*No such file"):
+    with pytest.raises(OSError, match=rf"{where}: .*No such file"):
         shard(entry, None, 0, 1, torch.float32)
 
 
-def test_one_file_is_open_at_a_time_and_none_afterwards(tmp_path, monkeypatch):
+def test_no_file_stays_open(tmp_path, monkeypatch):
     opened, closed = [], []
     system = os.open, os.close
 
     def open_file(path: Path, flags: int) -> int:
         opened.append((path, system[0](path, flags)))
-        assert len(opened) - len(closed) == 1
+        # One that is read, and one that is announced.
+        assert len(opened) - len(closed) <= 2
         return opened[-1][1]
 
     def close_file(descriptor: int) -> None:
@@ -137,8 +141,49 @@ def test_one_file_is_open_at_a_time_and_none_afterwards(tmp_path, monkeypatch):
     os.truncate(entries[1].file, entries[1].offset)
     monkeypatch.setattr(os, "open", open_file)
     monkeypatch.setattr(os, "close", close_file)
-    with pytest.raises(OSError, match="ends 48 bytes early"), read.reader(0, 1) as files:
-        for name, entry in (("x", entries[0]), ("y", entries[0]), ("z", entries[1])):
-            files.read(name, entry, None, torch.empty(4, 3))
-    assert [path for path, _ in opened] == [entry.file for entry in entries]
-    assert closed == [descriptor for _, descriptor in opened]
+    of = {"x": entries[0], "y": entries[0], "z": entries[1]}
+    jobs = [read.Job(name, parts.whole(entry), torch.empty(4, 3)) for name, entry in of.items()]
+    with pytest.raises(OSError, match=r"cannot read 'z' .* ends 48 bytes early"):
+        read.read_shards(jobs, 0)
+    assert sorted(closed) == sorted(descriptor for _, descriptor in opened)
+    assert all(torch.equal(job.target, full) for job in jobs[:2])
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+def test_a_shard_from_several_stored_tensors(tmp_path, through, way, dtype):
+    # Each fills ranges of its own, between those of the other, along the middle dim.
+    through(way)
+    full = values((3, 8, 5), torch.float32)
+    even, odd = (
+        [Range(2 * i, 2 * i + 1, 2 * i) for i in range(4)],
+        [Range(2 * i + 1, 2 * i + 2, 2 * i + 1) for i in range(4)],
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    entries = write(tmp_path / "a", full), write(tmp_path / "b", full + 1)
+    target = torch.full((3, 8, 5), 77.0, dtype=dtype)
+    jobs = [
+        read.Job("x", parts.Part.of(it, 1, ranges), target) for it, ranges in zip(entries, (even, odd), strict=True)
+    ]
+    read.read_shards(jobs, 0)
+    wanted = torch.where(torch.arange(8).view(1, 8, 1) % 2 == 0, full, full + 1)
+    assert torch.equal(target, wanted.to(dtype))
+
+
+def test_the_caller_hears_of_every_byte_and_can_end_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "TICK_BYTES", 64)
+    full = values((8, 24), torch.float32)
+    entry, counts = write(tmp_path, full), []
+    target = torch.empty(8, 12)
+    job = read.Job("x", parts.shard(entry, ShardSpec(1, (24,)), 1, 2), target)
+    assert read.read_shards([job], 1, counts.append) == sum(counts) == 8 * 24 * 4
+    assert len(counts) >= 10
+
+    def stop(count: int) -> None:
+        raise ValueError("another rank failed")
+
+    target.fill_(3)
+    with pytest.raises(ValueError, match="another rank failed"):
+        read.read_shards([job], 1, stop)
+    assert (target == 3).all()

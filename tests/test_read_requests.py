@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from read_case import SHAPES, SIZES, send, shard, values, write
-from tp_layers.loader import read
+from tp_layers.loader import read, staging
 from tp_layers.loader.index import Entry
 from tp_layers.plans.spec import ShardSpec
 
@@ -105,18 +105,19 @@ def test_long_runs_are_read_by_themselves(tmp_path, requests, through, case):
         assert requested == sum(count for _, count in requests)
 
 
-def test_a_run_is_long_from_long_run_bytes_on(tmp_path, requests, monkeypatch):
-    shape, spec = SHAPES["columns"]
-    entry = write(tmp_path, values(shape, torch.float32))
-    run = shape[1] // 2 * 4
-    for limit, count in ((run, shape[0]), (run + 1, 1)):
-        requests.clear()
-        monkeypatch.setattr(read, "LONG_RUN_BYTES", limit)
-        shard(entry, spec, 0, 2, torch.float32)
-        assert len(requests) == count
+def test_runs_are_read_by_themselves_where_the_gaps_are_worth_a_call_each(tmp_path, requests, monkeypatch):
+    for case, runs_of_a_row in (("columns", 1), ("columns of unequal blocks", 3)):
+        shape, spec = SHAPES[case]
+        entry = write(tmp_path, values(shape, torch.float32))
+        gap = shape[1] // 2 * 4
+        for limit, count in ((gap // runs_of_a_row, shape[0] * runs_of_a_row), (gap // runs_of_a_row + 1, 1)):
+            requests.clear()
+            monkeypatch.setattr(read, "CALL_BYTES", limit)
+            shard(entry, spec, 0, 2, torch.float32)
+            assert len(requests) == count
 
 
-@pytest.mark.parametrize("way", ["two or three rows at a time", "rows longer than the bounce buffer"])
+@pytest.mark.parametrize("way", ["two or three rows at a time", "rows longer than the buffers"])
 def test_rows_come_in_bounces_of_whole_rows(tmp_path, requests, through, way):
     # Rows of 64 bytes: two fit into 160, none into 16.
     entry = write(tmp_path, values((5, 16), torch.float32))
@@ -132,7 +133,9 @@ def test_rows_come_in_bounces_of_whole_rows(tmp_path, requests, through, way):
 def test_no_full_tensor_exists(tmp_path, monkeypatch, case, dtype):
     _, dim, run = case
     monkeypatch.setattr(read, "BOUNCE_BYTES", 4096)
-    monkeypatch.setattr(read, "LONG_RUN_BYTES", 1 if run else 1 << 20)
+    monkeypatch.setattr(read, "STAGE_BYTES", 4096)
+    monkeypatch.setattr(staging, "STAGE_BYTES", 4096)
+    monkeypatch.setattr(read, "CALL_BYTES", 0 if run else 1 << 20)
     full = values((64, 256), torch.float32)
     entry, spec = write(tmp_path, full), ShardSpec.of(dim, full.shape[dim])
     with Largest() as seen:
@@ -142,7 +145,7 @@ def test_no_full_tensor_exists(tmp_path, monkeypatch, case, dtype):
 
 
 def test_a_buffer_for_rows_that_do_not_fit_holds_one_row(tmp_path, through):
-    through("rows longer than the bounce buffer")
+    through("rows longer than the buffers")
     full = values((64, 256), torch.float32)
     entry, spec = write(tmp_path, full), ShardSpec(1, (256,))
     with Largest() as seen:

@@ -19,7 +19,8 @@ from .kernels import backend, configs
 from .launch import RankError, Ranks
 from .loader.build import build
 from .loader.folder import find_folder, read_config
-from .loader.load import LoadReport, describe_checkpoint, load
+from .loader.load import describe_checkpoint, load
+from .loader.report import LoadReport
 from .loader.save import parse_size, save
 from .plans.registry import plan_for
 from .verify import verify

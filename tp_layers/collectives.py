@@ -182,8 +182,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def broadcast_text(text: str, group: Group) -> str:
-    """Rank 0's `text`, on every rank."""
-    if group.size == 1:
+    """Rank 0's `text`, on every rank; the own one where there is nobody to ask."""
+    if group.size == 1 or group.process_group is None:
         return text
     box = [text]
     dist.broadcast_object_list(box, group=group.process_group, group_src=0, device=group.device)

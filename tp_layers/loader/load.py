@@ -1,27 +1,25 @@
 """`load`: a sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
 
 import logging
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from ..agree import agreed, fingerprint
+from ..agree import Alarm, agreed, fingerprint
 from ..group import Group, GroupLike
 from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
 from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
-from .build import Places, build, check_keys, set_dtypes
+from .build import build, check_keys, set_dtypes
+from .fill import allocate, fill, jobs_of
 from .folder import QUANTISED, find_folder, read_config
 from .index import Entry, read_index
-from .progress import progress
-from .read import reader
+from .report import Meter
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,17 +32,6 @@ REFUSED = {
     "use_flashpack": "FlashPack files cannot be read in slices; use the safetensors weights",
     "use_safetensors": "only safetensors files can be read in slices; drop it",
 }
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What one rank did in `load`: bytes of parameters and persistent buffers it holds, bytes asked of the files."""
-
-    rank: int
-    size: int
-    bytes_held: int
-    bytes_read: int
-    seconds: float
 
 
 def load(
@@ -84,9 +71,9 @@ def load(
     _refuse_arguments(refused)
     if dtype is not None and not is_wide_float(dtype):
         raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-    options, start = Options(backend, reduce_dtype), time.monotonic()
-    group = Group.of(group)
+    options, group = Options(backend, reduce_dtype), Group.of(group)
     device = group.device if device is None else torch.device(device)
+    meter = Meter(device)
 
     def prepare() -> tuple[Model, dict[str, Entry], Resolved]:
         model, entries = describe_checkpoint(model_class, find_folder(path, subfolder), dtype)
@@ -94,14 +81,20 @@ def load(
         refuse_planned(model, resolved)
         return model, entries, resolved
 
-    model, entries, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
-    shard_model(model, resolved, group, options)
-    requested = agreed(group, lambda: _fill(model, entries, device))
+    with meter.phase("preparing"):
+        model, entries, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
+        shard_model(model, resolved, group, options)
+    sharding, alarm = cast(Sharding, sharding_of(model)), Alarm(group)
+    with meter.phase("allocating"):
+        agreed(group, lambda: allocate(model, entries, device))
+    jobs = jobs_of(model, sharding, entries)
+    with meter.phase("reading"):
+        requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
     watch_gradients(model, resolved, group)
     cast(Any, model).register_to_config(_name_or_path=str(path))
     for note in resolved.notes:
         logger.warning("%s", note)
-    done = LoadReport(group.rank, group.size, held_bytes(model), requested, time.monotonic() - start)
+    done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
     return (model, done) if report else model
 
@@ -118,12 +111,6 @@ def describe_checkpoint(
     return cast(Model, model), entries
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and persistent buffers of `model` on this rank, tied ones counted once."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-
-
 def _refuse_arguments(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in REFUSED:
@@ -132,21 +119,3 @@ def _refuse_arguments(arguments: dict[str, Any]) -> None:
         harmless = True if name in ("low_cpu_mem_usage", "use_safetensors") else None
         if value is not harmless and value is not None and not (name == "use_flashpack" and value is False):
             raise ValueError(f"{name}={value!r} cannot be combined with a sharded load: {REFUSED[name]}")
-
-
-def _fill(model: nn.Module, entries: dict[str, Entry], device: torch.device) -> int:
-    """Puts every tensor on `device`: stored ones from their files, other buffers moved. Returns the bytes requested."""
-    sharding = cast(Sharding, sharding_of(model))
-    places, state = Places(model), model.state_dict(keep_vars=True)
-    group = sharding.group
-    with reader(group.rank, group.size) as files, progress(held_bytes(model), group) as done:
-        for name, entry in entries.items():
-            target = torch.empty(state[name].shape, dtype=state[name].dtype, device=device)
-            files.read(name, entry, sharding.resolved.specs.get(name), target)
-            places.put(name, target)
-            done(target.nbytes)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    return files.requested

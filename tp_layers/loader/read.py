@@ -1,135 +1,198 @@
 """From a file straight into a shard: each rank reads the ranges its spec gives, and no full tensor exists.
 
-    destination                              how
+    shard                                    how
     whole tensor, or cut along dim 0         its rows, read to their place
-    cut along a later dim, long runs         each run by itself
-    cut along a later dim, short runs        whole rows, once, through the bounce buffer
+    cut along a later dim, wide gaps         each run to its place, by a read of its own
+    cut along a later dim, narrow gaps       whole rows, once, through the bounce buffer
 
-Where the destination is not CPU memory of the file's dtype, every read goes through the bounce buffer, and the copy out
-of it casts. Reads, not mappings: a file cut short under a mapping ends the process, under a read it is an error.
+That is for a shard in CPU memory and in the file's dtype; others are put together in pieces, in staging buffers, in the
+same way. Reads, not mappings: a file cut short under a mapping ends the process, under a read it is an error.
 """
 
-import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ..plans.spec import Range, ShardSpec
-from .index import Entry
+from ..plans.spec import Range
+from .ahead import Ahead
+from .parts import Part
+from .staging import STAGE_BYTES, Staging
 
 BOUNCE_BYTES = 8 << 20
-# Below this, a read of its own costs more than reading the bytes between the runs along with them.
-LONG_RUN_BYTES = 256 << 10
+# Reading this much between two runs along with them takes as long as a read of its own (1.2 microseconds).
+CALL_BYTES = 12 << 10
+# After each of these the caller hears of it, and the file system of what comes next.
+TICK_BYTES = 4 << 20
+
+
+class Job(NamedTuple):
+    """Reads `part` of the stored tensor `name` into the contiguous `target`, this rank's shard of it."""
+
+    name: str
+    part: Part
+    target: torch.Tensor
+
+
+def nothing(count: int) -> None:
+    """Takes note of nothing."""
+
+
+def read_shards(jobs: Sequence[Job], rank: int, tick: Callable[[int], object] = nothing) -> int:
+    """Carries out all `jobs`, best in the order of the files, and returns the bytes it asked the files for.
+
+    `tick` is told each number of bytes that has been read, every few MiB; what it raises ends the reading.
+
+    Raises:
+        OSError: a file ends early or cannot be read; with the rank, the file, the tensor and the offset.
+    """
+    reader = Reader(jobs, rank, tick)
+    try:
+        reader.run()
+    finally:
+        reader.close()
+    return reader.requested
 
 
 class Reader:
-    """Reads shards of one checkpoint for one rank; `requested` counts the bytes it asked the files for."""
+    """What `read_shards` works with: the open file and the buffers."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, jobs: Sequence[Job], rank: int, tick: Callable[[int], object]) -> None:
+        self.jobs, self.rank, self.tick = jobs, rank, tick
         self.requested = 0
-        self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="cpu")
+        self._ahead = Ahead([job.part for job in jobs])
+        self._staging = Staging()
+        self._bounce: torch.Tensor | None = None
         self._open: tuple[Path, int] | None = None
+        # The current job, and what had been requested before it and at the last tick.
+        self._number, self._before, self._ticked = 0, 0, 0
+
+    def run(self) -> None:
+        """Carries out the jobs."""
+        for number, job in enumerate(self.jobs):
+            self._number, self._before = number, self.requested
+            self._ahead.reached(number, 0.0)
+            self.read(job)
+        self.tick(self.requested - self._ticked)
+
+    def read(self, job: Job) -> None:
+        """Fills the target of one job."""
+        part, target = job.part, job.target
+        if not part.needed:
+            return
+        rows = target.view(part.outer, -1, part.inner)
+        source = _Source(self, job.name, part)
+        if target.device.type == "cpu" and target.dtype == part.entry.dtype:
+            source.fill(rows, 0, part.ranges)
+            return
+        for first, count, ranges in part.blocks(STAGE_BYTES):
+            packed = _packed(ranges)
+            width = sum(stop - start for start, stop, _ in packed)
+            staged = self._staging.take((count, width, part.inner), part.entry.dtype, target.device)
+            source.fill(staged, first, packed)
+            for piece in _consecutive(ranges, packed):
+                at, staged_at, length = piece
+                self._staging.move(
+                    staged.narrow(1, staged_at, length), rows[first : first + count].narrow(1, at, length)
+                )
 
     def close(self) -> None:
-        """Closes the file that is open."""
+        """Closes the files that are open."""
+        self._ahead.close()
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
 
-    def read(self, name: str, entry: Entry, spec: ShardSpec | None, target: torch.Tensor) -> None:
-        """Fills the contiguous `target` with this rank's shard of `entry` (all of it where `spec` is None).
+    def fetch(self, view: memoryview, position: int, source: "_Source") -> None:
+        """Reads `len(view)` bytes, from `position` of the source's file on, into `view`."""
+        while view:
+            try:
+                count = os.preadv(self._descriptor(source.part.entry.file), [view[:TICK_BYTES]], position)
+            except OSError as error:
+                raise OSError(f"{self._where(source, position)}: {error}") from error
+            if count == 0:
+                raise OSError(f"{self._where(source, position)}: the file ends {len(view)} bytes early")
+            view, position = view[count:], position + count
+            self.requested += count
+            if self.requested - self._ticked >= TICK_BYTES:
+                self._tick()
 
-        Raises:
-            OSError: the file ends early or cannot be read; with the file, the tensor and the offset.
-        """
-        dim = 0 if spec is None else spec.dim % len(entry.shape)
-        length = entry.shape[dim] if entry.shape else 1
-        ranges = [Range(0, length, 0)] if spec is None else spec.ranges(self.rank, self.size)
-        outer, inner = math.prod(entry.shape[:dim]), math.prod(entry.shape[dim + 1 :])
-        unit = inner * entry.dtype.itemsize
-        rows = target.view(outer, sum(stop - start for start, stop, _ in ranges), inner)
-        if not target.numel():
-            return
-        source = _Source(self, name, entry)
-        if outer > 1 and max(stop - start for start, stop, _ in ranges) * unit < LONG_RUN_BYTES:
-            self._read_rows(source, rows, ranges, length)
-            return
-        for row in range(outer):
-            for start, stop, at in ranges:
-                source.fill(rows[row, at : at + stop - start].view(-1), (row * length + start) * unit)
+    @property
+    def bounce(self) -> torch.Tensor:
+        """The buffer `[BOUNCE_BYTES]` that whole rows are read into."""
+        if self._bounce is None:
+            self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="cpu")
+        return self._bounce
 
-    def _read_rows(self, source: "_Source", rows: torch.Tensor, ranges: list[Range], length: int) -> None:
-        """Whole rows `[count, length, inner]` into the bounce buffer, and the ranges' columns out of it."""
-        outer, _, inner = rows.shape
-        row_bytes = length * inner * source.entry.dtype.itemsize
-        step = max(1, BOUNCE_BYTES // row_bytes)
-        bounce = self._bounce if row_bytes <= BOUNCE_BYTES else torch.empty(row_bytes, dtype=torch.uint8, device="cpu")
-        for first in range(0, outer, step):
-            count = min(step, outer - first)
-            raw = bounce[: count * row_bytes]
-            source.fetch(raw, first * row_bytes)
-            full = raw.view(source.entry.dtype).view(count, length, inner)
-            for start, stop, at in ranges:
-                rows[first : first + count, at : at + stop - start].copy_(full[:, start:stop])
+    def _tick(self) -> None:
+        count, self._ticked = self.requested - self._ticked, self.requested
+        wanted = self.jobs[self._number].part.requested(CALL_BYTES)
+        self._ahead.reached(self._number, (self.requested - self._before) / wanted)
+        self.tick(count)
 
-    def descriptor(self, file: Path) -> int:
-        """An open descriptor of `file`; files are visited in order, so one is open at a time."""
+    def _descriptor(self, file: Path) -> int:
+        # Files are visited in order, so one is open at a time.
         if self._open is None or self._open[0] != file:
             self.close()
             self._open = (file, os.open(file, os.O_RDONLY))
         return self._open[1]
 
-    @property
-    def bounce(self) -> torch.Tensor:
-        """The buffer `[BOUNCE_BYTES]` that casts and copies to other devices go through."""
-        return self._bounce
+    def _where(self, source: "_Source", position: int) -> str:
+        return f"rank {self.rank} cannot read '{source.name}' at offset {position} of {source.part.entry.file}"
 
 
 class _Source:
-    """The bytes of one tensor in its file."""
+    """The bytes of one stored tensor."""
 
-    def __init__(self, reader: Reader, name: str, entry: Entry) -> None:
-        self.reader, self.name, self.entry = reader, name, entry
+    def __init__(self, reader: Reader, name: str, part: Part) -> None:
+        self.reader, self.name, self.part = reader, name, part
 
-    def fill(self, target: torch.Tensor, offset: int) -> None:
-        """A contiguous 1-D `target` from the run of elements that starts `offset` bytes into the tensor."""
-        dtype = self.entry.dtype
-        if target.dtype == dtype and target.device.type == "cpu":
-            self.fetch(target.view(torch.uint8), offset)
-            return
-        step = BOUNCE_BYTES // dtype.itemsize
-        for first in range(0, target.numel(), step):
-            piece = target[first : first + step]
-            raw = self.reader.bounce[: piece.numel() * dtype.itemsize]
-            self.fetch(raw, offset + first * dtype.itemsize)
-            piece.copy_(raw.view(dtype))
+    def fill(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
+        """Puts the `ranges` of the tensor's rows, from row `first` on, into `rows [count, width, inner]`."""
+        way = self._by_runs if self.part.by_runs(CALL_BYTES) else self._by_rows
+        way(rows, first, ranges)
 
-    def fetch(self, raw: torch.Tensor, offset: int) -> None:
-        """Reads `raw.numel()` bytes, from `offset` of the tensor on, into the CPU tensor `raw`."""
-        view, position = raw.numpy().data, self.entry.offset + offset
-        self.reader.requested += len(view)
-        while view:
-            try:
-                count = os.preadv(self.reader.descriptor(self.entry.file), [view], position)
-            except OSError as error:
-                raise OSError(f"{self.where(position)}: {error}") from error
-            if count == 0:
-                raise OSError(f"{self.where(position)}: the file ends {len(view)} bytes early")
-            view, position = view[count:], position + count
+    def _by_runs(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
+        part, fetch = self.part, self.reader.fetch
+        unit, row_bytes, local_bytes = part.unit, part.length * part.unit, rows.shape[1] * part.unit
+        data = rows.view(-1).view(torch.uint8).numpy().data
+        for row in range(rows.shape[0]):
+            position, local = part.entry.offset + (first + row) * row_bytes, row * local_bytes
+            for start, stop, at in ranges:
+                fetch(data[local + at * unit : local + (at + stop - start) * unit], position + start * unit, self)
 
-    def where(self, position: int) -> str:
-        return f"cannot read '{self.name}' at offset {position} of {self.entry.file}"
+    def _by_rows(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
+        part, bounce = self.part, self.reader.bounce
+        row_bytes = part.length * part.unit
+        if row_bytes > bounce.numel():
+            bounce = torch.empty(row_bytes, dtype=torch.uint8, device="cpu")
+        step = bounce.numel() // row_bytes
+        for done in range(0, rows.shape[0], step):
+            count = min(step, rows.shape[0] - done)
+            raw = bounce[: count * row_bytes]
+            self.reader.fetch(raw.numpy().data, part.entry.offset + (first + done) * row_bytes, self)
+            full = raw.view(part.entry.dtype).view(count, part.length, part.inner)
+            for start, stop, at in ranges:
+                rows[done : done + count, at : at + stop - start].copy_(full[:, start:stop])
 
 
-@contextmanager
-def reader(rank: int, size: int) -> Iterator[Reader]:
-    """A `Reader` whose file is closed at the end."""
-    made = Reader(rank, size)
-    try:
-        yield made
-    finally:
-        made.close()
+def _packed(ranges: Sequence[Range]) -> list[Range]:
+    """The same ranges, put side by side."""
+    packed, at = [], 0
+    for start, stop, _ in ranges:
+        packed.append(Range(start, stop, at))
+        at += stop - start
+    return packed
+
+
+def _consecutive(ranges: Sequence[Range], packed: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """What can be copied at once, as (place in the shard, place in the packed buffer, length)."""
+    pieces: list[tuple[int, int, int]] = []
+    for (start, stop, at), (_, _, packed_at) in zip(ranges, packed, strict=True):
+        if pieces and pieces[-1][0] + pieces[-1][2] == at:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1], pieces[-1][2] + stop - start)
+        else:
+            pieces.append((at, packed_at, stop - start))
+    return pieces
