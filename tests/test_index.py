@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from index_files import FIRST, SECOND, STEM, by_hand, info, several, tensors, write_index
-from tp_layers.loader.index import DTYPES, STEMS, Entry, read_header, read_index
+from tp_layers.loader.index import DTYPES, Entry, read_header, read_index
+from tp_layers.loader.layout import STEMS
 
 
 def stored(entry: Entry) -> torch.Tensor:

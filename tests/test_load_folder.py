@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 import tp_layers
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
-from tp_layers.loader.load import find_folder
+from tp_layers.loader.folder import find_folder
 
 ONE = Group()
 

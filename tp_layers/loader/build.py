@@ -1,56 +1,18 @@
 """A model without weights: parameters on meta in their final dtype, buffers and plain attributes real."""
 
+import logging
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from . import pretrained
 from .index import Entry
+from .meta import FLOAT8, building, built
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-# What `build` changes while it builds belongs to the whole process.
-_BUILDING = threading.RLock()
-
-
-@contextmanager
-def _meta_parameters() -> Iterator[None]:
-    """Within it, a parameter moves to meta the moment a module registers it.
-
-    Under `torch.device("meta")` buffers and plain tensor attributes (rotary tables) would stay meta too. A parameter
-    that is registered a second time is tied, and becomes the same object again.
-    """
-    register, builder = nn.Module.register_parameter, threading.get_ident()
-    moved = WeakIdKeyDictionary()
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # Other threads build models of their own meanwhile.
-        if param is not None and not param.is_meta and threading.get_ident() == builder:
-            if param not in moved:
-                moved[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            param = moved[param]
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if dtype is not None and dtype not in FLOAT8 else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+logger = logging.getLogger(__name__)
 
 
 def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dtype | None = None) -> nn.Module:
@@ -61,37 +23,31 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
     """
     if not hasattr(model_class, "from_config"):
         raise ValueError(
-            f"{model_class.__name__} has no from_config: load reads diffusers models; "
+            f"{model_class.__name__} has no from_config: load reads models of diffusers and transformers; "
             f"build others yourself and call tp_layers.apply"
         )
-    with _BUILDING, _meta_parameters(), _default_dtype(dtype):
+    with building(dtype):
         model = model_class.from_config(config)
-    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if computed:
-        raise ValueError(f"{model_class.__name__} computes its buffers {computed} from parameters: use tp_layers.apply")
-    return model.eval()
+    return built(model)
 
 
-def check_keys(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
+def check_keys(model: nn.Module, entries: dict[str, Entry], check: bool = True) -> dict[str, Entry]:
     """The entries of the model's own tensors, by name, in the order of the files.
 
     Raises:
-        ValueError: a tensor is missing from the checkpoint or has another shape or kind there, or the checkpoint has
-            tensors that the model lacks and does not name as ignored.
+        ValueError: a tensor is missing from the checkpoint or has another shape or kind there, or (unless `check` is
+            False) the checkpoint has tensors that the model lacks and does not name as ignored.
     """
     wanted = model.state_dict(keep_vars=True)
-    ties: dict[int, list[str]] = {}
-    for name, tensor in wanted.items():
-        ties.setdefault(id(tensor), []).append(name)
-    missing = [names for names in ties.values() if not any(name in entries for name in names)]
-    extra = sorted(set(entries) - set(wanted))
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
     what = type(model).__name__
+    missing = _missing(model, wanted, entries)
     if missing:
-        raise ValueError(f"the checkpoint lacks {[names[0] for names in missing]}, which {what} needs")
+        raise ValueError(f"the checkpoint lacks {missing}, which {what} needs")
+    extra = _extra(model, sorted(set(entries) - set(wanted)))
+    if extra and check:
+        raise ValueError(f"the checkpoint has {extra}, which {what} does not; check=False loads it without them")
     if extra:
-        raise ValueError(f"the checkpoint has {extra}, which {what} does not")
+        logger.warning("the checkpoint has %s, which %s does not: not read", extra, what)
     kept = {name: entry for name, entry in entries.items() if name in wanted}
     for name, entry in kept.items():
         tensor = wanted[name]
@@ -100,6 +56,28 @@ def check_keys(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
         if tensor.is_floating_point() != entry.dtype.is_floating_point:
             raise ValueError(f"'{name}' is {entry.dtype} in the checkpoint, {tensor.dtype} in {what} (quantised?)")
     return dict(sorted(kept.items(), key=lambda item: (str(item[1].file), item[1].offset)))
+
+
+def _missing(model: nn.Module, wanted: dict[str, torch.Tensor], entries: dict[str, Entry]) -> list[str]:
+    ties: dict[int, list[str]] = {}
+    for name, tensor in wanted.items():
+        ties.setdefault(id(tensor), []).append(name)
+    # A buffer has the value of its constructor, a parameter would have none.
+    ignored = [name for name in _matching(model, "missing", wanted) if not isinstance(wanted[name], nn.Parameter)]
+    return [names[0] for names in ties.values() if not any(name in entries or name in ignored for name in names)]
+
+
+def _extra(model: nn.Module, names: list[str]) -> list[str]:
+    ignored = set(_matching(model, "unexpected", names))
+    if pretrained.is_pretrained(model):
+        ignored |= pretrained.once_saved(model, names)
+    return [name for name in names if name not in ignored]
+
+
+def _matching(model: nn.Module, kind: str, names: Iterable[str]) -> list[str]:
+    """The names that the class lists in `_keys_to_ignore_on_load_missing` or `.._unexpected`."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or []
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def final_dtype(model: nn.Module, name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -139,5 +117,7 @@ class Places:
 def set_dtypes(model: nn.Module, entries: dict[str, Entry], dtype: torch.dtype | None) -> None:
     """Gives each stored tensor's parameter or buffer its final dtype, so that a description of the model is exact."""
     places, state = Places(model), model.state_dict()
-    for name, entry in entries.items():
-        places.put(name, state[name].to(final_dtype(model, name, entry.dtype, dtype)))
+    rule = pretrained.final_dtype if pretrained.is_pretrained(model) else final_dtype
+    finals = {name: rule(model, name, entry.dtype, dtype) for name, entry in entries.items()}
+    for name, final in finals.items():
+        places.put(name, state[name].to(final))

@@ -4,26 +4,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .index import STEMS
+from .hub import download
 
 QUANTISED = "quantised weights are packed in a layout that cannot be sliced; load the model unquantised"
 
 
-def find_folder(path: str | Path, subfolder: str | None) -> Path:
-    """The local folder of a model; a repository id is resolved by huggingface_hub, offline from its cache."""
+def find_folder(
+    path: str | Path, subfolder: str | None = None, variant: str | None = None, revision: str | None = None
+) -> Path:
+    """The local folder of a model: `path` or a subfolder of it, or that of a repository whose id `path` is.
+
+    Of a repository, the files of that `revision` (a branch, a tag or a commit) and `variant` are downloaded.
+
+    Raises:
+        FileNotFoundError: there is no such folder or repository, or not these files in it.
+        OSError: the repository may not be read, or cannot be reached.
+        ValueError: a revision of a folder.
+    """
     folder = Path(path)
     if not folder.is_dir():
         if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
             raise FileNotFoundError(f"{path} is neither a folder nor the id of a repository")
         try:
-            from huggingface_hub import snapshot_download
+            return download(str(path), subfolder, variant, revision)
         except ImportError as error:
             raise FileNotFoundError(f"{path} is not a folder; repository ids need huggingface_hub") from error
-        inside = f"{subfolder}/" if subfolder else ""
-        # A pattern's `*` stands for slashes too: as a prefix it would fetch every component of a pipeline.
-        ends = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")
-        names = ["config.json", *(stem + end for stem in STEMS for end in ends)]
-        folder = Path(snapshot_download(str(path), allow_patterns=[inside + name for name in names]))
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is for the id of a repository; {path} is a folder")
     folder = folder / subfolder if subfolder else folder
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")

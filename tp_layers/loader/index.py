@@ -4,14 +4,15 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .layout import first_files, nothing_found
+
 logger = logging.getLogger(__name__)
 
-# The stems under which diffusers and transformers save.
-STEMS = ("diffusion_pytorch_model", "model")
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -42,37 +43,54 @@ class Entry:
     offset: int
 
 
-def read_index(folder: Path) -> dict[str, Entry]:
+def read_index(folder: Path, variant: str | None = None) -> dict[str, Entry]:
     """Every tensor of the checkpoint in `folder`: one safetensors file, or several with their index.
 
     Raises:
-        FileNotFoundError: there are no safetensors weights, or the index names a file that is not there.
+        FileNotFoundError: there are no safetensors weights (of that variant), or the index names a file that is not
+            there.
         ValueError: the index or a header is broken, a file is cut short, or the index names a tensor its file lacks.
     """
-    for stem in STEMS:
-        index = folder / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            return _read_several(index)
-        single = folder / f"{stem}.safetensors"
-        if single.is_file():
-            return read_header(single)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
-    found = f"; it has {others}, which cannot be read in slices: convert them to safetensors" if others else ""
-    raise FileNotFoundError(f"no safetensors weights ({' or '.join(STEMS)}) in {folder}{found}")
+    for name in first_files(variant):
+        file = folder / name
+        if file.is_file():
+            return _read_several(file) if file.suffix == ".json" else read_header(file)
+    raise FileNotFoundError(nothing_found((path.name for path in folder.iterdir()), variant, folder))
 
 
-def _read_several(index: Path) -> dict[str, Entry]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The name of each tensor's file, all of them in the index's folder or below it.
+
+    Raises:
+        ValueError: it is not an index, or names a file elsewhere.
+    """
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map: dict[str, str] = _parse(index.read_bytes())["weight_map"]
         paths = {name: PurePosixPath(name) for name in sorted(set(weight_map.values()))}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is not a checkpoint index: {error!r}") from error
-    headers = {}
     for name, path in paths.items():
         # The name alone is checked: in a hub's cache the file itself is a link that leaves the folder.
         if path.is_absolute() or ".." in path.parts or "\\" in name:
             raise ValueError(f"{index} names '{name}', which lies outside its folder")
-        headers[name] = read_header(index.parent / path)
+    return weight_map
+
+
+def _parse(text: bytes) -> Any:
+    """JSON in which no name comes twice: of two values one would win by order."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError(f"{sorted(name for name in found if [it[0] for it in pairs].count(name) > 1)} twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _read_several(index: Path) -> dict[str, Entry]:
+    weight_map = read_weight_map(index)
+    headers = {name: read_header(index.parent / name) for name in sorted(set(weight_map.values()))}
     entries = {}
     for key, name in weight_map.items():
         if key not in headers[name]:
@@ -100,7 +118,11 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+        text = stream.read(length)
+    try:
+        header = _parse(text)
+    except ValueError as error:
+        raise ValueError(f"the header of {file} is not read: {error}") from error
     header.pop("__metadata__", None)
     unknown = sorted({f"{info['dtype']} ('{key}')" for key, info in header.items() if info["dtype"] not in DTYPES})
     if unknown:

@@ -19,6 +19,7 @@ from .build import build, check_keys, set_dtypes
 from .fill import allocate, fill, jobs_of
 from .folder import QUANTISED, find_folder, read_config
 from .index import Entry, read_index
+from .pretrained import describe_pretrained, is_pretrained, name_model
 from .report import Meter
 
 logger = logging.getLogger(__name__)
@@ -43,23 +44,29 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     subfolder: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
     check: bool = True,
     report: bool = False,
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     **refused: Any,
 ) -> Any:
-    """Reads this rank's shards of a diffusers checkpoint and returns the sharded model, in eval mode.
+    """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
 
     Args:
-        model_class: a diffusers model class, such as `Flux2Transformer2DModel`.
+        model_class: a model class of diffusers, such as `Flux2Transformer2DModel`, or of transformers, such as
+            `T5EncoderModel`.
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded.
-        plan, group, check, backend, reduce_dtype: as in `apply`.
-        dtype: for floating-point parameters, as diffusers casts (`_keep_in_fp32_modules` become float32). None: each
-            stays as it is stored.
+        plan, group, backend, reduce_dtype: as in `apply`.
+        dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
+            float32). None: each stays as it is stored.
         device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
         subfolder: the component of a pipeline folder, such as "transformer".
+        variant: of the weights, such as "fp16". There is no other in its place.
+        revision: of a repository on the hub: a branch, a tag or a commit.
+        check: as in `apply`. False also leaves out tensors of the checkpoint that the model does not have.
         report: True returns `(model, LoadReport)`.
 
     Raises:
@@ -76,7 +83,8 @@ def load(
     meter = Meter(device)
 
     def prepare() -> tuple[Model, dict[str, Entry], Resolved]:
-        model, entries = describe_checkpoint(model_class, find_folder(path, subfolder), dtype)
+        folder = find_folder(path, subfolder, variant, revision)
+        model, entries = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
         refuse_planned(model, resolved)
         return model, entries, resolved
@@ -91,7 +99,7 @@ def load(
     with meter.phase("reading"):
         requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
     watch_gradients(model, resolved, group)
-    cast(Any, model).register_to_config(_name_or_path=str(path))
+    name_model(model, path)
     for note in resolved.notes:
         logger.warning("%s", note)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
@@ -100,13 +108,20 @@ def load(
 
 
 def describe_checkpoint(
-    model_class: type[Model], folder: Path, dtype: torch.dtype | None = None
+    model_class: type[Model],
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    check: bool = True,
 ) -> tuple[Model, dict[str, Entry]]:
     """The model of a checkpoint on meta, each parameter in the dtype it would be loaded in, and the file entries."""
     config = read_config(folder)
-    entries = read_index(folder)
-    model = build(model_class, config, dtype)
-    entries = check_keys(model, entries)
+    entries = read_index(folder, variant)
+    if is_pretrained(model_class):
+        model, entries = describe_pretrained(model_class, folder, entries, dtype)
+    else:
+        model = build(model_class, config, dtype)
+    entries = check_keys(model, entries, check)
     set_dtypes(model, entries, dtype)
     return cast(Model, model), entries
 
