@@ -94,7 +94,7 @@ FAILING = {
     "a shard that cannot be sent": (1, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
     "a last shard that cannot be sent": (
         1,
-        failing(save, "_ready", NO_MEMORY, lambda own, item, group: item.name == "steps"),
+        failing(save, "_ready", NO_MEMORY, lambda own, spec, group: spec.dim == 1),
         "RuntimeError: out of memory",
     ),
     "a tensor that there is no room for": (0, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),

@@ -46,8 +46,8 @@ class Writer:
             self._infix = f"-{self._token}"
         self._unfinished.mkdir()
 
-    def write(self, number: int, item: Stored, full: torch.Tensor) -> None:
-        """Appends `full`, which is `item`, to file `number`."""
+    def write(self, number: int, full: torch.Tensor) -> None:
+        """Appends `full` to file `number`, as the next of its tensors."""
         if number != self._number:
             self._close()
             self._file = TensorFile(self._unfinished / self.name(number), self.files[number], {"format": "pt"})

@@ -11,6 +11,7 @@ from ..agree import agreed
 from ..collectives import receive, send
 from ..group import Group
 from ..plans.shard import Sharding, sharding_of
+from ..plans.spec import ShardSpec
 from .place import Writer
 from .steps import Steps
 from .target import check_target, config_files, stem_of
@@ -145,41 +146,42 @@ def _write(model: nn.Module, files: list[list[Stored]], writer: Writer | None, s
     if writer is not None:
         steps.attempt(writer.start)
     for number, item in ((number, item) for number, file in enumerate(files) for item in file):
-        parts = steps.attempt(_ready, state[item.name], item, group)
+        own = state[item.name]
+        if item.spec is None:
+            # Nobody waits for it: if it fails, the others hear of it before the next shards.
+            if writer is not None:
+                steps.attempt(writer.write, number, own)
+            continue
+        parts = steps.attempt(_ready, own, item.spec, group)
         if steps.failed():
             return
-        full = _gather(parts, item, steps, group)
+        _gather(parts, item.spec, steps, group)
         if writer is not None:
-            steps.attempt(writer.write, number, item, full)
+            steps.attempt(writer.write, number, parts[0])
         # Freed before the next one is put together.
-        del parts, full
+        del parts
     if not steps.failed() and writer is not None:
         steps.attempt(writer.finish)
 
 
-def _ready(own: torch.Tensor, item: Stored, group: Group) -> tuple[torch.Tensor, ...]:
+def _ready(own: torch.Tensor, spec: ShardSpec, group: Group) -> tuple[torch.Tensor, ...]:
     """All the memory that this rank's part in `_gather` takes: what fails, fails before another rank waits for it.
 
-    On rank 0 that is the full tensor on the CPU, and room for a shard if it is sharded; on the others, what they send.
+    On rank 0 that is the full tensor on the CPU and room for one shard, on the others what they send.
     """
     if group.rank != 0:
-        return () if item.spec is None else (own.contiguous(),)
-    if item.spec is None:
-        return (own.cpu(),)
-    full = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-    item.spec.put(own, full, 0, group.size)
+        return (own.contiguous(),)
+    full = torch.empty(spec.full_shape(own.shape), dtype=own.dtype, device="cpu")
+    spec.put(own, full, 0, group.size)
     return full, torch.empty(own.shape, dtype=own.dtype, device=own.device)
 
 
-def _gather(parts: tuple[torch.Tensor, ...], item: Stored, steps: Steps, group: Group) -> torch.Tensor | None:
-    """The full tensor on rank 0, None on the others."""
+def _gather(parts: tuple[torch.Tensor, ...], spec: ShardSpec, steps: Steps, group: Group) -> None:
+    """Completes the full tensor on rank 0."""
     if group.rank != 0:
-        if item.spec is not None:
-            send(parts[0], group, 0)
-        return None
-    if item.spec is not None:
-        full, shard = parts
-        for rank in range(1, group.size):
-            # The other ranks send, whatever fails here.
-            steps.attempt(item.spec.put, receive(shard, group, rank), full, rank, group.size)
-    return parts[0]
+        send(parts[0], group, 0)
+        return
+    full, shard = parts
+    for rank in range(1, group.size):
+        # The other ranks send, whatever fails here.
+        steps.attempt(spec.put, receive(shard, group, rank), full, rank, group.size)

@@ -47,8 +47,8 @@ class TensorFile:
         self._stream.write(len(text).to_bytes(8, "little") + text)
 
     def append(self, tensor: torch.Tensor) -> None:
-        """Writes the next tensor, which is on the CPU."""
-        self._stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        """Writes the next tensor, from any device."""
+        self._stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Returns once the file is on the disk."""
