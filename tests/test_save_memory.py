@@ -34,6 +34,7 @@ def peak_of_saving(group: Group, folder: Path, limit: str) -> int:
 def test_rank_zero_holds_one_full_parameter_and_one_shard(ranks, tmp_path, size, limit):
     full = 64 * 256 * 4
     first, *others = ranks(size, peak_of_saving, tmp_path, limit)
-    assert full <= first <= full + full // size
+    # And, before each tensor, one number of 4 bytes: whether a rank has failed.
+    assert full <= first <= full + full // size + 4
     assert all(peak < full // size for peak in others)
     assert identical(state_of(tmp_path), randomise(Big()).state_dict())

@@ -1,17 +1,21 @@
 """`save`: an ordinary, full checkpoint from a sharded model, one full parameter at a time."""
 
+import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..collectives import broadcast_text, receive, send
+from ..agree import agreed
+from ..collectives import receive, send
 from ..group import Group
 from ..plans.shard import Sharding, sharding_of
-from .write import NAMES, Stored, Writer
+from ..plans.spec import ShardSpec
+from .place import Writer
+from .steps import Steps
+from .target import check_target, config_files, stem_of
+from .write import NAMES, Stored, by_width
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -20,7 +24,9 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     """Writes the full model to `path`, as `save_pretrained` would have before it was sharded. All ranks call it.
 
     The group's rank 0 writes, and holds one full parameter and one shard at a time; it takes the shards of the others
-    one by one. The files get their names only once all of them are complete.
+    one by one. A checkpoint of the same model that is there is replaced in one step, once the new one is complete: if
+    the save fails, or its processes are killed, the folder holds either of them whole. Over a checkpoint, several files
+    have names with eight digits of this save in them; their index says which they are.
 
     Args:
         model: sharded by `apply` or `load`.
@@ -28,47 +34,56 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
         max_shard_size: bytes of tensors a file holds at most, a number or as in "5GB"; a larger one has its own file.
 
     Raises:
-        ValueError: the model is not sharded by this package or was changed since, a dtype cannot be stored, or the size
-            is not one.
-        OSError: rank 0 cannot write; raised on every rank. Until all files are complete, a checkpoint that was there
-            is as it was.
+        ValueError: on every rank, before anything is written: on some rank the model is not sharded by this package or
+            was changed since, a dtype cannot be stored, or the size is not one; or the folder has another model.
+        OSError: on every rank: on one, which is named, something could not be written, or got ready to be sent.
+        RuntimeError: a rank died (torch.distributed's own error).
     """
     # torch.compile(model) is a module around the model itself.
     model = getattr(model, "_orig_mod", model)
-    sharding = _checked(model)
-    limit = parse_size(max_shard_size)
-    group, folder = sharding.group, Path(path)
-    files = _plan_files(_stored(model, sharding), limit)
-    problem = ""
-    writer = Writer(model, folder, files) if group.rank == 0 else None
-    state = model.state_dict()
-    for number, stored in enumerate(files):
-        for item in stored:
-            full = _gather(state[item.name], item, group)
-            if writer is not None and not problem:
-                # The others are sending: after a failure their shards are taken to the end, and all ranks raise.
-                problem = _attempt(folder, writer.write, number, item, full)
-            # Freed before the next one is put together.
-            del full
-    if writer is not None:
-        problem = problem or _attempt(folder, writer.finish)
-        if problem:
+    sharding, folder = _sharding(model), Path(path)
+    group = sharding.group
+
+    def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
+        limit = parse_size(max_shard_size)
+        _check(model, sharding)
+        files = _plan_files(_stored(model, sharding), limit)
+        configs = {}
+        if group.rank == 0:
+            configs = config_files(model)
+            check_target(model, folder, configs)
+        return files, configs
+
+    files, configs = agreed(group, prepare, lambda found: _digest(found[0]))
+    writer = Writer(folder, stem_of(model), files, configs) if group.rank == 0 else None
+    steps = Steps(group, f"cannot write the checkpoint to {folder}")
+    try:
+        _write(model, files, writer, steps, group)
+        steps.settle()
+    except BaseException:
+        if writer is not None:
             writer.discard()
-    problem = broadcast_text(problem, group)
-    if problem:
-        raise OSError(problem)
+        raise
+    steps = Steps(group, f"the checkpoint in {folder} is complete, but older files there could not be removed")
+    if writer is not None:
+        steps.attempt(writer.clean)
+    steps.settle()
 
 
-def _checked(model: nn.Module) -> Sharding:
-    """The model's sharding, if the model still is what it was after sharding.
-
-    A wrapped block has other names and a replaced layer other shapes: its shard would be written as if it were whole.
-    """
-    sharding, what = sharding_of(model), type(model).__name__
+def _sharding(model: nn.Module) -> Sharding:
+    sharding = sharding_of(model)
     if sharding is None:
         inner = [path for path, module in model.named_modules() if sharding_of(module) is not None]
         hint = f"its '{inner[0]}' is: save that" if inner else "use its own save_pretrained"
-        raise ValueError(f"this {what} is not sharded by tp_layers: {hint}")
+        raise ValueError(f"this {type(model).__name__} is not sharded by tp_layers: {hint}")
+    return sharding
+
+
+def _check(model: nn.Module, sharding: Sharding) -> None:
+    """The model still is what it was after sharding.
+
+    A wrapped block has other names and a replaced layer other shapes: its shard would be written as if it were whole.
+    """
     state, specs = model.state_dict(keep_vars=True), sharding.resolved.specs
     for name, spec in specs.items():
         if name not in state:
@@ -81,7 +96,6 @@ def _checked(model: nn.Module) -> Sharding:
     for path, module in model.named_modules():
         if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):
             raise ValueError(f"the projections of '{path}' were fused after sharding: unfuse them before saving")
-    return sharding
 
 
 def parse_size(size: int | str) -> int:
@@ -119,28 +133,55 @@ def _plan_files(stored: list[Stored], limit: int) -> list[list[Stored]]:
         if files[-1] and sum(other.nbytes for other in files[-1]) + item.nbytes > limit:
             files.append([])
         files[-1].append(item)
-    # Wider dtypes first, so that each tensor starts at a multiple of its element's size.
-    return [sorted(file, key=lambda item: -item.dtype.itemsize) for file in files]
+    return [by_width(file) for file in files]
 
 
-def _gather(own: torch.Tensor, item: Stored, group: Group) -> torch.Tensor | None:
-    """The full tensor on rank 0's CPU, None on the others."""
-    if item.spec is None:
-        return own.cpu() if group.rank == 0 else None
+def _digest(files: list[list[Stored]]) -> str:
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def _write(model: nn.Module, files: list[list[Stored]], writer: Writer | None, steps: Steps, group: Group) -> None:
+    """Every tensor, in the order of the files, until a rank fails; then the step that makes them the checkpoint."""
+    state = model.state_dict()
+    if writer is not None:
+        steps.attempt(writer.start)
+    for number, item in ((number, item) for number, file in enumerate(files) for item in file):
+        own = state[item.name]
+        if item.spec is None:
+            # Nobody waits for it: if it fails, the others hear of it before the next shards.
+            if writer is not None:
+                steps.attempt(writer.write, number, own)
+            continue
+        parts = steps.attempt(_ready, own, item.spec, group)
+        if steps.failed():
+            return
+        _gather(parts, item.spec, steps, group)
+        if writer is not None:
+            steps.attempt(writer.write, number, parts[0])
+        # Freed before the next one is put together.
+        del parts
+    if not steps.failed() and writer is not None:
+        steps.attempt(writer.finish)
+
+
+def _ready(own: torch.Tensor, spec: ShardSpec, group: Group) -> tuple[torch.Tensor, ...]:
+    """All the memory that this rank's part in `_gather` takes: what fails, fails before another rank waits for it.
+
+    On rank 0 that is the full tensor on the CPU and room for one shard, on the others what they send.
+    """
     if group.rank != 0:
-        send(own, group, 0)
-        return None
-    full = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-    item.spec.put(own, full, 0, group.size)
+        return (own.contiguous(),)
+    full = torch.empty(spec.full_shape(own.shape), dtype=own.dtype, device="cpu")
+    spec.put(own, full, 0, group.size)
+    return full, torch.empty(own.shape, dtype=own.dtype, device=own.device)
+
+
+def _gather(parts: tuple[torch.Tensor, ...], spec: ShardSpec, steps: Steps, group: Group) -> None:
+    """Completes the full tensor on rank 0."""
+    if group.rank != 0:
+        send(parts[0], group, 0)
+        return
+    full, shard = parts
     for rank in range(1, group.size):
-        item.spec.put(receive(torch.empty_like(own), group, rank), full, rank, group.size)
-    return full
-
-
-def _attempt(folder: Path, action: Callable[..., None], *args: Any) -> str:
-    """Does it, and returns what went wrong, if anything. Whatever that is, the other ranks must hear of it."""
-    try:
-        action(*args)
-    except Exception as error:
-        return f"cannot write the checkpoint to {folder}: {error}"
-    return ""
+        # The other ranks send, whatever fails here.
+        steps.attempt(spec.put, receive(shard, group, rank), full, rank, group.size)

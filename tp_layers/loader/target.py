@@ -1,0 +1,99 @@
+"""The folder a model is saved to: what the model writes there, and what may be there already."""
+
+import inspect
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .index import STEMS
+
+CONFIG = "config.json"
+
+
+def stem_of(model: nn.Module) -> str:
+    """How the names of the model's weight files begin: as diffusers' for its models, else as transformers'."""
+    return "diffusion_pytorch_model" if hasattr(model, "save_config") else "model"
+
+
+def weight_files(folder: Path, stem: str) -> list[str]:
+    """The weight files of `stem` and their index in `folder`, those that no index names too. No variant's."""
+    # The eight digits are those of a save over another checkpoint.
+    ours = re.compile(
+        rf"{re.escape(stem)}((-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors|\.safetensors(\.index\.json)?)"
+    )
+    return sorted(file.name for file in folder.iterdir() if ours.fullmatch(file.name))
+
+
+def config_files(model: nn.Module) -> dict[str, bytes]:
+    """The files of the model's config, by name, as the model itself writes them; none if it has no config.
+
+    Raises:
+        ValueError: it cannot write them.
+    """
+    owner: Any = model
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            if hasattr(owner, "save_config"):
+                owner.save_config(Path(scratch))
+            elif hasattr(getattr(owner, "config", None), "save_pretrained"):
+                owner.config.save_pretrained(Path(scratch))
+        except Exception as error:
+            raise ValueError(f"the config of this {type(model).__name__} cannot be written: {error}") from error
+        return {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
+
+
+def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes]) -> None:
+    """What is in `folder` may be replaced by the model and its `configs`.
+
+    Config and weights are two files, which cannot be replaced at one instant: in between, the old weights must be
+    right under the new config.
+
+    Raises:
+        ValueError: there is another model's config, or something that is no config; or weights that are read first.
+    """
+    stem = stem_of(model)
+    for other in STEMS[: STEMS.index(stem)]:
+        found = weight_files(folder, other) if folder.is_dir() else []
+        if found:
+            raise ValueError(f"{folder} has {found[0]}, which is read instead of {stem}.safetensors: {_ELSEWHERE}")
+    file = folder / CONFIG
+    if CONFIG not in configs or not file.exists():
+        return
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file: {_ELSEWHERE}")
+    try:
+        there = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as a config ({error}): {_ELSEWHERE}") from error
+    if not isinstance(there, dict):
+        raise ValueError(f"{file} is no config, it holds a {type(there).__name__}: {_ELSEWHERE}")
+    old, new = _essence({**_defaults(model), **there}), _essence(json.loads(configs[CONFIG]))
+    for key in [*new, *(key for key in there if key in old)]:
+        if key not in old or key not in new or old[key] != new[key]:
+            here, saved = (repr(config.get(key, "nothing")) for config in (old, new))
+            raise ValueError(f"{file} is of another model ('{key}' is {here} there, {saved} here): {_ELSEWHERE}")
+
+
+_ELSEWHERE = "save to a folder of its own, or delete what is there first"
+
+
+def _essence(config: Any) -> Any:
+    """What of a config tells one model from another: no paths, no versions of libraries."""
+    if not isinstance(config, dict):
+        return config
+    notes = [key for key in config if (key.startswith("_") and key != "_class_name") or key == "transformers_version"]
+    return {key: _essence(value) for key, value in config.items() if key not in notes}
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """What a diffusers config means by a key it lacks: a published one is often older than an argument of its class."""
+    if not hasattr(model, "save_config"):
+        return {}
+    parameters = inspect.signature(type(model).__init__).parameters.values()
+    known = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
+    # As a file would have them: lists for tuples.
+    return json.loads(json.dumps(known, default=str))
