@@ -1,5 +1,6 @@
 """`reload`: other weights of the same architecture into a model that is sharded already, in place."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,28 +9,20 @@ import torch
 from torch import nn
 
 from ..agree import Alarm, agreed
+from .architecture import difference
 from .build import check_keys
+from .checked import mark_half_loaded, require_unchanged, sharding_to_use
 from .fill import fill, jobs_of
-from .folder import find_folder
+from .folder import find_folder, read_config
 from .index import read_index
 from .pretrained import is_pretrained, name_model
 from .read import Job
 from .rename import rename_entries
 from .report import Meter
-from .save import _checked
+from .target import CONFIG, config_files
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class HalfLoaded:
-    """Stands before the forward of a model of which some weights are those of another checkpoint."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-
-    def __call__(self, *args: Any) -> None:
-        raise RuntimeError(f"some of the model's weights are of another checkpoint than the others: {self.problem}")
 
 
 def reload(
@@ -61,13 +54,14 @@ def reload(
     """
     # torch.compile(model) is a module around the model itself.
     inner = getattr(model, "_orig_mod", model)
-    sharding = _checked(inner)
+    sharding = sharding_to_use(inner)
     group = sharding.group
     meter = Meter(next(inner.parameters(), torch.empty(0)).device)
 
     def prepare() -> list[Job]:
+        require_unchanged(inner, sharding)
         folder = find_folder(path, subfolder, variant, revision)
-        _require_same_config(inner, folder)
+        _require_same_architecture(inner, folder)
         entries = read_index(folder, variant)
         if is_pretrained(inner):
             entries = rename_entries(inner, entries)
@@ -80,27 +74,18 @@ def reload(
         with meter.phase("reading"):
             requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
     except BaseException as error:
-        _mark(inner, f"{type(error).__name__}: {error}")
+        mark_half_loaded(inner, f"{type(error).__name__}: {error}")
         raise
-    _mark(inner, None)
+    mark_half_loaded(inner, None)
     name_model(inner, path)
     done = meter.report(group.rank, group.size, inner, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
     return (model, done) if report else model
 
 
-def _mark(model: nn.Module, problem: str | None) -> None:
-    """From now on the model refuses to run, because of `problem`; or (None) does no longer."""
-    hooks = model._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, HalfLoaded)]:
-        del hooks[key]
-    if problem is not None:
-        model.register_forward_pre_hook(HalfLoaded(problem), prepend=True)
-
-
-def is_half_loaded(model: nn.Module) -> bool:
-    """Whether the last `reload` of the model failed after it had begun to read."""
-    return any(isinstance(hook, HalfLoaded) for hook in model._forward_pre_hooks.values())
-
-
-def _require_same_config(model: nn.Module, folder: Path) -> None: ...
+def _require_same_architecture(model: nn.Module, folder: Path) -> None:
+    """Weights of the same shapes mean something else to a model with other heads or another epsilon."""
+    written = config_files(model).get(CONFIG)
+    differing = difference(model, read_config(folder), json.loads(written)) if written else ""
+    if differing:
+        raise ValueError(f"the checkpoint in {folder} is of another architecture: {differing}")

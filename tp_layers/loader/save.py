@@ -10,8 +10,9 @@ from torch import nn
 from ..agree import agreed
 from ..collectives import receive, send
 from ..group import Group
-from ..plans.shard import Sharding, sharding_of
+from ..plans.shard import Sharding
 from ..plans.spec import ShardSpec
+from .checked import require_one_checkpoint, require_unchanged, sharding_to_use
 from .place import Writer
 from .steps import Steps
 from .target import check_target, config_files, stem_of
@@ -41,12 +42,13 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     """
     # torch.compile(model) is a module around the model itself.
     model = getattr(model, "_orig_mod", model)
-    sharding, folder = _sharding(model), Path(path)
+    sharding, folder = sharding_to_use(model), Path(path)
     group = sharding.group
 
     def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
         limit = parse_size(max_shard_size)
-        _check(model, sharding)
+        require_unchanged(model, sharding)
+        require_one_checkpoint(model)
         files = _plan_files(_stored(model, sharding), limit)
         configs = {}
         if group.rank == 0:
@@ -68,34 +70,6 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB
     if writer is not None:
         steps.attempt(writer.clean)
     steps.settle()
-
-
-def _sharding(model: nn.Module) -> Sharding:
-    sharding = sharding_of(model)
-    if sharding is None:
-        inner = [path for path, module in model.named_modules() if sharding_of(module) is not None]
-        hint = f"its '{inner[0]}' is: save that" if inner else "use its own save_pretrained"
-        raise ValueError(f"this {type(model).__name__} is not sharded by tp_layers: {hint}")
-    return sharding
-
-
-def _check(model: nn.Module, sharding: Sharding) -> None:
-    """The model still is what it was after sharding.
-
-    A wrapped block has other names and a replaced layer other shapes: its shard would be written as if it were whole.
-    """
-    state, specs = model.state_dict(keep_vars=True), sharding.resolved.specs
-    for name, spec in specs.items():
-        if name not in state:
-            raise ValueError(
-                f"'{name}' is gone: save before wrapping or replacing modules, or wrap with model.compile()"
-            )
-        local = tuple(state[name].shape)
-        if local[spec.dim] * sharding.group.size != spec.length:
-            raise ValueError(f"'{name}' is {local}, not a shard of {spec.full_shape(local)}: it was replaced")
-    for path, module in model.named_modules():
-        if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):
-            raise ValueError(f"the projections of '{path}' were fused after sharding: unfuse them before saving")
 
 
 def parse_size(size: int | str) -> int:

@@ -1,6 +1,5 @@
 """The folder a model is saved to: what the model writes there, and what may be there already."""
 
-import inspect
 import json
 import re
 import tempfile
@@ -9,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from .index import STEMS
+from .architecture import difference
+from .layout import STEMS
 
 CONFIG = "config.json"
 
@@ -71,29 +71,9 @@ def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes]) -> N
         raise ValueError(f"{file} cannot be read as a config ({error}): {_ELSEWHERE}") from error
     if not isinstance(there, dict):
         raise ValueError(f"{file} is no config, it holds a {type(there).__name__}: {_ELSEWHERE}")
-    old, new = _essence({**_defaults(model), **there}), _essence(json.loads(configs[CONFIG]))
-    for key in [*new, *(key for key in there if key in old)]:
-        if key not in old or key not in new or old[key] != new[key]:
-            here, saved = (repr(config.get(key, "nothing")) for config in (old, new))
-            raise ValueError(f"{file} is of another model ('{key}' is {here} there, {saved} here): {_ELSEWHERE}")
+    differing = difference(model, there, json.loads(configs[CONFIG]))
+    if differing:
+        raise ValueError(f"{file} is of another model ({differing}): {_ELSEWHERE}")
 
 
 _ELSEWHERE = "save to a folder of its own, or delete what is there first"
-
-
-def _essence(config: Any) -> Any:
-    """What of a config tells one model from another: no paths, no versions of libraries."""
-    if not isinstance(config, dict):
-        return config
-    notes = [key for key in config if (key.startswith("_") and key != "_class_name") or key == "transformers_version"]
-    return {key: _essence(value) for key, value in config.items() if key not in notes}
-
-
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """What a diffusers config means by a key it lacks: a published one is often older than an argument of its class."""
-    if not hasattr(model, "save_config"):
-        return {}
-    parameters = inspect.signature(type(model).__init__).parameters.values()
-    known = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
-    # As a file would have them: lists for tuples.
-    return json.loads(json.dumps(known, default=str))
