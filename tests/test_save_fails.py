@@ -18,7 +18,7 @@ import tp_layers
 from checkpoints import identical, names, one_file, state_of
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
-from tp_layers.loader import save, write
+from tp_layers.loader import whole, write
 from tp_layers.loader.index import read_index
 from tp_layers.plans.spec import ShardSpec
 
@@ -91,13 +91,13 @@ FAILING = {
     "a file that cannot be renamed": (0, cannot(os, "replace"), "PermissionError: not yours"),
     "a second file that cannot be renamed": (0, cannot(os, "replace", lambda old, new: "00002" in new.name), "yours"),
     "an index that cannot be put in place": (0, cannot(os, "replace", lambda old, new: "index" in new.name), "yours"),
-    "a shard that cannot be sent": (1, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
+    "a shard that cannot be sent": (1, failing(whole, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
     "a last shard that cannot be sent": (
         1,
-        failing(save, "_ready", NO_MEMORY, lambda own, spec, group: spec.dim == 1),
+        failing(whole, "_ready", NO_MEMORY, lambda own, spec, group: spec.dim == 1),
         "RuntimeError: out of memory",
     ),
-    "a tensor that there is no room for": (0, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
+    "a tensor that there is no room for": (0, failing(whole, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
     "a shard that cannot be put in its place": (
         0,
         failing(ShardSpec, "put", NO_MEMORY, lambda spec, shard, full, rank, size: rank == 1),
