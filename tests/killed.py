@@ -1,4 +1,4 @@
-"""A process that is killed before any one of the changes that it makes to the disk."""
+"""The changes that a save makes to the disk: what they are, and a process that is killed before any one of them."""
 
 import functools
 import itertools
@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from close import randomise
@@ -28,6 +29,12 @@ CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
 def sharded_toy(seed: int, group: Group | None = None) -> Toy:
     """A `Toy` with the weights of `seed`, sharded over `group` (default: one rank)."""
     return apply(randomise(Toy(), seed), PLAN, group=group or Group())
+
+
+def held(seed: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `sharded_toy(seed)` holds."""
+    state = sharded_toy(seed).state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in ("head.weight", "same_shift")}
 
 
 def _die_before(step: int, folder: Path) -> None:
@@ -101,3 +108,22 @@ def kill_at_every_step(seed: int, folder: Path, restore: Callable[[], None], **a
             return
         assert ended == -signal.SIGKILL, f"the save failed by itself before step {step}"
         yield step
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, saving: Callable[[], None]) -> list[tuple[str, str]]:
+    """What `saving` brings to the disk, moves and removes, in order: the step, and the name of the file or folder."""
+    steps = []
+
+    def note(step: str, function: Callable[..., Any], path: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            steps.append((step, Path(path(*args)).name))
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", note("sync", os.fsync, lambda number: os.readlink(f"/proc/self/fd/{number}")))
+        patch.setattr(os, "replace", note("move", os.replace, lambda source, target: target))
+        patch.setattr(os, "unlink", note("remove", os.unlink, lambda path: path))
+        saving()
+    return steps

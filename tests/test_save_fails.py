@@ -1,13 +1,9 @@
 """`save`: what fails on any one rank is raised on every rank, and leaves the folder as it was."""
 
 import errno
-import io
-import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +12,12 @@ from torch import nn
 
 import tp_layers
 from checkpoints import identical, names, one_file, state_of
+from spoilt import NO_MEMORY, Spoil, cannot, contents, failing, full_disk
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
-from tp_layers.loader import save, write
+from tp_layers.loader import whole
 from tp_layers.loader.index import read_index
 from tp_layers.plans.spec import ShardSpec
-
-# Does to a rank, or to its model, what makes its save fail.
-Spoil = Callable[[pytest.MonkeyPatch, nn.Module], None]
 
 
 @pytest.fixture(scope="module")
@@ -32,53 +26,10 @@ def checkpoint(tmp_path_factory):
     return one_file(tmp_path_factory)
 
 
-class FullDisk(io.FileIO):
-    """A file on a disk with room for `left` bytes in all."""
-
-    left = 0
-
-    def write(self, data: Any) -> int:
-        """Takes the data while there is room."""
-        if len(data) > FullDisk.left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        FullDisk.left -= len(data)
-        return super().write(data)
-
-
-def full_disk(left: int) -> Spoil:
-    def spoil(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-        FullDisk.left = left
-        # As open() does: a buffer before the file, which writes the rest when it is closed.
-        patch.setattr(write, "open", lambda path, mode: io.BufferedWriter(FullDisk(path, mode)), raising=False)
-
-    return spoil
-
-
-def failing(owner: Any, what: str, error: Exception, when: Callable[..., bool] = lambda *args: True) -> Spoil:
-    """`owner.what` (None: of the model) raises when it is called with arguments that `when` picks."""
-
-    def spoil(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-        function = getattr(owner or model, what)
-
-        def call(*args: Any) -> Any:
-            if when(*args):
-                raise error
-            return function(*args)
-
-        patch.setattr(owner or model, what, call)
-
-    return spoil
-
-
 def replaced_layer(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     model.up = nn.Linear(6, 6)
 
 
-def cannot(owner: Any, what: str, when: Callable[..., bool] = lambda *args: True) -> Spoil:
-    return failing(owner, what, PermissionError("not yours"), when)
-
-
-NO_MEMORY = RuntimeError("out of memory")
 # The rank that fails, how, and what the others say of it.
 UNREADY = {
     "a model that was changed": (1, replaced_layer, "'up.weight' is (6, 6), not a shard of (8, 6): it was replaced"),
@@ -91,13 +42,13 @@ FAILING = {
     "a file that cannot be renamed": (0, cannot(os, "replace"), "PermissionError: not yours"),
     "a second file that cannot be renamed": (0, cannot(os, "replace", lambda old, new: "00002" in new.name), "yours"),
     "an index that cannot be put in place": (0, cannot(os, "replace", lambda old, new: "index" in new.name), "yours"),
-    "a shard that cannot be sent": (1, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
+    "a shard that cannot be sent": (1, failing(whole, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
     "a last shard that cannot be sent": (
         1,
-        failing(save, "_ready", NO_MEMORY, lambda own, spec, group: spec.dim == 1),
+        failing(whole, "_ready", NO_MEMORY, lambda own, spec, group: spec.dim == 1),
         "RuntimeError: out of memory",
     ),
-    "a tensor that there is no room for": (0, failing(save, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
+    "a tensor that there is no room for": (0, failing(whole, "_ready", NO_MEMORY), "RuntimeError: out of memory"),
     "a shard that cannot be put in its place": (
         0,
         failing(ShardSpec, "put", NO_MEMORY, lambda spec, shard, full, rank, size: rank == 1),
@@ -135,15 +86,6 @@ def check_failure(results: list[tuple[str, str, float, float]], target: Path, ra
         assert kind == "OSError" and seconds < 10 and total == len(results)
         assert message.startswith(f"cannot write the checkpoint to {target}: rank {rank} of {len(results)}: ")
         assert reason in message
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """The files of a folder; of a config, what makes the model."""
-    found: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}
-    if "config.json" in found:
-        config = json.loads(found["config.json"])
-        found["config.json"] = {key: value for key, value in config.items() if key != "_name_or_path"}
-    return found
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=["two ranks", "four ranks"])

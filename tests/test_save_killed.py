@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import tp_layers
 from checkpoints import identical, names
-from killed import kill_at_every_step, sharded_toy
+from killed import held, kill_at_every_step, sharded_toy, traced
 from toy import Toy
 from tp_layers.group import Group
 from tp_layers.launch import RankError, Ranks
-from tp_layers.loader import save
+from tp_layers.loader import whole
 from tp_layers.loader.index import read_index
 
 STEM = "diffusion_pytorch_model"
@@ -33,12 +33,6 @@ REPLACED = {
     "several by several": (SEVERAL, SEVERAL),
     "several by a single file": (SEVERAL, SINGLE),
 }
-
-
-def held(seed: int) -> dict[str, torch.Tensor]:
-    """What a checkpoint of `sharded_toy(seed)` holds."""
-    state = sharded_toy(seed).state_dict()
-    return {name: tensor for name, tensor in state.items() if name not in ("head.weight", "same_shift")}
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -114,34 +108,13 @@ def test_a_save_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_
     assert identical(read(folder), held(NEW))
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, folder: Path, limit: int | str) -> list[tuple[str, str]]:
-    """What a save brings to the disk, renames and removes, in order: the step, and the file's or folder's name."""
-    steps = []
-    fsync, replace, unlink = os.fsync, os.replace, os.unlink
-    path_of = "/proc/self/fd/{}".format
-
-    def note(step, function, name):
-        def call(*args, **kwargs):
-            steps.append((step, Path(name(*args)).name))
-            return function(*args, **kwargs)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", note("sync", fsync, lambda descriptor: os.readlink(path_of(descriptor))))
-        patch.setattr(os, "replace", note("move", replace, lambda source, target: target))
-        patch.setattr(os, "unlink", note("remove", unlink, lambda path: path))
-        tp_layers.save(sharded_toy(NEW), folder, max_shard_size=limit)
-    return steps
-
-
 @pytest.mark.parametrize(("before", "after"), REPLACED.values(), ids=REPLACED)
 def test_what_a_step_builds_on_is_on_the_disk_before_it(monkeypatch, tmp_path, before, after):
     folder = tmp_path / "folder"
     if before is not None:
         tp_layers.save(sharded_toy(OLD), folder, max_shard_size=before)
     index, single = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
-    steps = traced(monkeypatch, folder, after)
+    steps = traced(monkeypatch, lambda: tp_layers.save(sharded_toy(NEW), folder, max_shard_size=after))
     for number, (step, name) in enumerate(steps):
         assert step != "move" or ("sync", name) in steps[:number], f"{name} was moved before it was on the disk"
     flip = steps.index(("move", index if after == SEVERAL else single))
@@ -160,7 +133,7 @@ def test_what_a_step_builds_on_is_on_the_disk_before_it(monkeypatch, tmp_path, b
 def save_until_killed(group: Group, folder: Path, report: Path, step: str) -> None:
     """Rank 1 is killed when it does `step` for the second time; rank 0 reports what it raises, after how long."""
     model, start, calls = sharded_toy(NEW, group), time.monotonic(), []
-    function = getattr(save, step)
+    function = getattr(whole, step)
 
     def die(*args):
         calls.append(args)
@@ -169,7 +142,7 @@ def save_until_killed(group: Group, folder: Path, report: Path, step: str) -> No
         return function(*args)
 
     if group.rank == 1:
-        setattr(save, step, die)
+        setattr(whole, step, die)
     try:
         tp_layers.save(model, folder, max_shard_size=SEVERAL)
     except Exception as error:

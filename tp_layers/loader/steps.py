@@ -1,6 +1,7 @@
 """Steps that can fail on one rank alone: all ranks stop at the same one, and all raise."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Steps:
         mine = torch.tensor([self._error is not None], dtype=torch.int32, device=self._group.device)
         return bool(largest(mine, self._group).item())
 
-    def settle(self) -> None:
-        """Returns on every rank, or raises on every rank.
+    def settle(self, undo: Callable[[], object] = lambda: None) -> None:
+        """Returns on every rank, or on every rank does `undo` and raises.
 
         Raises:
             OSError: a rank failed; every rank that did is named, with what it said.
@@ -45,4 +46,6 @@ class Steps:
         messages = enumerate(gather_objects(message, self._group))
         failures = [f"rank {rank} of {self._group.size}: {text}" for rank, text in messages if text is not None]
         if failures:
+            with suppress(OSError):
+                undo()
             raise OSError(f"{self._work}: {'; '.join(failures)}") from error

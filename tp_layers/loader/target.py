@@ -10,6 +10,7 @@ from torch import nn
 
 from .architecture import difference
 from .layout import STEMS
+from .snapshot import MANIFEST
 
 CONFIG = "config.json"
 
@@ -46,20 +47,17 @@ def config_files(model: nn.Module) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
 
 
-def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes]) -> None:
-    """What is in `folder` may be replaced by the model and its `configs`.
+def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, sharded: bool) -> None:
+    """What is in `folder` may be replaced by the model, as a snapshot if `sharded`, and its `configs`.
 
     Config and weights are two files, which cannot be replaced at one instant: in between, the old weights must be
     right under the new config.
 
     Raises:
-        ValueError: there is another model's config, or something that is no config; or weights that are read first.
+        ValueError: there is another model's config, or something that is no config; weights that are read first; or a
+            checkpoint of the other kind.
     """
-    stem = stem_of(model)
-    for other in STEMS[: STEMS.index(stem)]:
-        found = weight_files(folder, other) if folder.is_dir() else []
-        if found:
-            raise ValueError(f"{folder} has {found[0]}, which is read instead of {stem}.safetensors: {_ELSEWHERE}")
+    _check_weights(folder, stem_of(model), sharded)
     file = folder / CONFIG
     if CONFIG not in configs or not file.exists():
         return
@@ -74,6 +72,17 @@ def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes]) -> N
     differing = difference(model, there, json.loads(configs[CONFIG]))
     if differing:
         raise ValueError(f"{file} is of another model ({differing}): {_ELSEWHERE}")
+
+
+def _check_weights(folder: Path, stem: str, sharded: bool) -> None:
+    if not folder.is_dir():
+        return
+    if (folder / MANIFEST).exists() and not sharded:
+        raise ValueError(f"{folder} has a sharded snapshot ({MANIFEST}): {_ELSEWHERE}")
+    for other in STEMS if sharded else STEMS[: STEMS.index(stem)]:
+        for found in weight_files(folder, other):
+            what = "the weights of an ordinary checkpoint" if sharded else f"read instead of {stem}.safetensors"
+            raise ValueError(f"{folder} has {found}, which is {what}: {_ELSEWHERE}")
 
 
 _ELSEWHERE = "save to a folder of its own, or delete what is there first"
