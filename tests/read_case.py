@@ -90,4 +90,5 @@ def shard(entry: Entry, spec: ShardSpec | None, rank: int, size: int, dtype: tor
     shape = entry.shape if spec is None else spec.local_shape(entry.shape, size)
     target = torch.empty(shape, dtype=dtype)
     bits(target).fill_(0x55)
-    return target, read.read_shards([read.Job("x", parts.shard(entry, spec, rank, size), target)], rank)
+    (part,) = parts.parts_of(entry, spec, rank, size)
+    return target, read.read_shards([read.Job("x", part, target)], rank)

@@ -164,7 +164,7 @@ def test_a_shard_from_several_stored_tensors(tmp_path, through, way, dtype):
     entries = write(tmp_path / "a", full), write(tmp_path / "b", full + 1)
     target = torch.full((3, 8, 5), 77.0, dtype=dtype)
     jobs = [
-        read.Job("x", parts.Part.of(it, 1, ranges), target) for it, ranges in zip(entries, (even, odd), strict=True)
+        read.Job("x", parts.Part.of(it, 1, ranges, 8), target) for it, ranges in zip(entries, (even, odd), strict=True)
     ]
     read.read_shards(jobs, 0)
     wanted = torch.where(torch.arange(8).view(1, 8, 1) % 2 == 0, full, full + 1)
@@ -176,7 +176,7 @@ def test_the_caller_hears_of_every_byte_and_can_end_it(tmp_path, monkeypatch):
     full = values((8, 24), torch.float32)
     entry, counts = write(tmp_path, full), []
     target = torch.empty(8, 12)
-    job = read.Job("x", parts.shard(entry, ShardSpec(1, (24,)), 1, 2), target)
+    job = read.Job("x", parts.parts_of(entry, ShardSpec(1, (24,)), 1, 2)[0], target)
     assert read.read_shards([job], 1, counts.append) == sum(counts) == 8 * 24 * 4
     assert len(counts) >= 10
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..plans.spec import ShardSpec
 from . import pretrained
-from .index import Entry
 from .meta import FLOAT8, building, built
+from .snapshot import Source
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
 
 def check_keys(
     model: nn.Module,
-    entries: dict[str, Entry],
+    entries: dict[str, Source],
     check: bool = True,
     specs: Mapping[str, ShardSpec] = MappingProxyType({}),
-) -> dict[str, Entry]:
+) -> dict[str, Source]:
     """The entries of the model's own tensors, by name, in the order of the files.
 
     `specs` are those of the parameters of which the model holds a shard: the checkpoint has them whole.
@@ -68,7 +68,7 @@ def check_keys(
     return dict(sorted(kept.items(), key=lambda item: (str(item[1].file), item[1].offset)))
 
 
-def _missing(model: nn.Module, wanted: dict[str, torch.Tensor], entries: dict[str, Entry]) -> list[str]:
+def _missing(model: nn.Module, wanted: dict[str, torch.Tensor], entries: dict[str, Source]) -> list[str]:
     ties: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         ties.setdefault(id(tensor), []).append(name)
@@ -124,7 +124,7 @@ class Places:
         self._places[id(new)] = places
 
 
-def set_dtypes(model: nn.Module, entries: dict[str, Entry], dtype: torch.dtype | None) -> None:
+def set_dtypes(model: nn.Module, entries: dict[str, Source], dtype: torch.dtype | None) -> None:
     """Gives each stored tensor's parameter or buffer its final dtype, so that a description of the model is exact."""
     places, state = Places(model), model.state_dict()
     rule = pretrained.final_dtype if pretrained.is_pretrained(model) else final_dtype

@@ -1,26 +1,26 @@
 """The tensors of a sharded model: made without values on the device, and filled from the files of a checkpoint."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from ..agree import Alarm
-from ..plans.shard import Sharding
+from ..group import Group
+from ..plans.spec import ShardSpec
 from .build import Places
-from .index import Entry
-from .parts import shard
+from .parts import Part, parts_of
 from .progress import progress
 from .read import CALL_BYTES, Job, read_shards
 from .report import Meter
+from .snapshot import Source
 
 # The memory in use is looked at this often: a look takes 10 microseconds.
 LOOK_SECONDS = 0.02
 
 
-def allocate(model: nn.Module, names: Mapping[str, Any], device: torch.device) -> None:
+def allocate(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
     """Gives the stored tensors called `names` memory on `device`, once and in their final dtype; buffers move there."""
     places, state = Places(model), model.state_dict(keep_vars=True)
     made: set[int] = set()
@@ -35,22 +35,35 @@ def allocate(model: nn.Module, names: Mapping[str, Any], device: torch.device) -
                 module._buffers[name] = buffer.to(device)
 
 
-def jobs_of(model: nn.Module, sharding: Sharding, entries: Mapping[str, Entry]) -> list[Job]:
-    """What this rank reads into the model's own tensors, in the order of the files; a tied tensor once."""
-    group, specs = sharding.group, sharding.resolved.specs
+def needed_parts(
+    model: nn.Module, sources: Mapping[str, Source], specs: Mapping[str, ShardSpec], group: Group
+) -> list[tuple[str, Part]]:
+    """What this rank reads of the checkpoint, by the name of the tensor, in the order of the files; a tied one once.
+
+    Raises:
+        ValueError: a tensor of a snapshot cannot be cut in the way its spec says.
+    """
     state, seen = model.state_dict(keep_vars=True), set()
-    jobs = []
-    for name, entry in entries.items():
-        target = state[name].detach()
-        if id(state[name]) not in seen:
-            seen.add(id(state[name]))
-            jobs.append(Job(name, shard(entry, specs.get(name), group.rank, group.size), target))
-    return jobs
+    found: list[tuple[str, Part]] = []
+    for name, source in sources.items():
+        if id(state[name]) in seen:
+            continue
+        seen.add(id(state[name]))
+        try:
+            found += [(name, part) for part in parts_of(source, specs.get(name), group.rank, group.size)]
+        except ValueError as error:
+            raise ValueError(f"'{name}' cannot be read: {error}") from error
+    return sorted(found, key=lambda it: (str(it[1].entry.file), it[1].entry.offset))
 
 
-def fill(jobs: list[Job], sharding: Sharding, alarm: Alarm, meter: Meter) -> int:
+def jobs_of(model: nn.Module, parts: Iterable[tuple[str, Part]]) -> list[Job]:
+    """The parts, with the model's own tensors to read them into."""
+    state = model.state_dict()
+    return [Job(name, part, state[name]) for name, part in parts]
+
+
+def fill(jobs: list[Job], group: Group, alarm: Alarm, meter: Meter) -> int:
     """Reads all `jobs` and returns the bytes requested, with a progress bar; ends when another rank fails."""
-    group = sharding.group
     look = time.monotonic()
     with progress(sum(job.part.requested(CALL_BYTES) for job in jobs), group) as done:
 

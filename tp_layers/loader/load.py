@@ -14,13 +14,14 @@ from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
-from ..plans.shard import Sharding, shard_model, sharding_of, watch_gradients
+from ..plans.shard import shard_model, watch_gradients
 from .build import build, check_keys, set_dtypes
-from .fill import allocate, fill, jobs_of
+from .fill import allocate, fill, jobs_of, needed_parts
 from .folder import QUANTISED, find_folder, read_config
-from .index import Entry, read_index
+from .parts import Part
 from .pretrained import describe_pretrained, is_pretrained, name_model
 from .report import Meter
+from .snapshot import Source, read_sources
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -82,22 +83,21 @@ def load(
     device = group.device if device is None else torch.device(device)
     meter = Meter(device)
 
-    def prepare() -> tuple[Model, dict[str, Entry], Resolved]:
+    def prepare() -> tuple[Model, list[tuple[str, Part]], Resolved]:
         folder = find_folder(path, subfolder, variant, revision)
-        model, entries = describe_checkpoint(model_class, folder, dtype, variant, check)
+        model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
         refuse_planned(model, resolved)
-        return model, entries, resolved
+        return model, needed_parts(model, sources, resolved.specs, group), resolved
 
     with meter.phase("preparing"):
-        model, entries, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
+        model, parts, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
         shard_model(model, resolved, group, options)
-    sharding, alarm = cast(Sharding, sharding_of(model)), Alarm(group)
     with meter.phase("allocating"):
-        agreed(group, lambda: allocate(model, entries, device))
-    jobs = jobs_of(model, sharding, entries)
+        agreed(group, lambda: allocate(model, [name for name, _ in parts], device))
+    jobs, alarm = jobs_of(model, parts), Alarm(group)
     with meter.phase("reading"):
-        requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
+        requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
     watch_gradients(model, resolved, group)
     name_model(model, path)
     for note in resolved.notes:
@@ -113,10 +113,10 @@ def describe_checkpoint(
     dtype: torch.dtype | None = None,
     variant: str | None = None,
     check: bool = True,
-) -> tuple[Model, dict[str, Entry]]:
-    """The model of a checkpoint on meta, each parameter in the dtype it would be loaded in, and the file entries."""
+) -> tuple[Model, dict[str, Source]]:
+    """The model of a checkpoint on meta, each parameter in the dtype it would be loaded in, and its stored tensors."""
     config = read_config(folder)
-    entries = read_index(folder, variant)
+    entries = read_sources(folder, variant)
     if is_pretrained(model_class):
         model, entries = describe_pretrained(model_class, folder, entries, dtype)
     else:

@@ -10,10 +10,11 @@ Cut along dim 0, or whole, there is one row. A unit is what lies behind one inde
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plans.spec import Range, ShardSpec
 from .index import Entry
+from .snapshot import Source
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class Part:
     ranges: tuple[Range, ...]
 
     @classmethod
-    def of(cls, entry: Entry, dim: int, ranges: list[Range]) -> "Part":
-        """The `ranges` along `dim` of a stored tensor; each says where in the shard it goes."""
+    def of(cls, entry: Entry, dim: int, ranges: list[Range], extent: int) -> "Part":
+        """The `ranges` along `dim` of a stored tensor; each says where in the shard, `extent` long there, it goes."""
         dim %= max(len(entry.shape), 1)
         merged = _merged(ranges)
         outer, inner = math.prod(entry.shape[:dim]), math.prod(entry.shape[dim + 1 :])
         length = entry.shape[dim] if entry.shape else 1
-        if outer == 1 or merged == [Range(0, length, 0)]:
+        if outer == 1 or (merged == [Range(0, length, 0)] and extent == length):
             # Its rows lie side by side in the file and in the shard: one row of single elements.
             outer, length, merged = 1, outer * length * inner, [_times(it, outer * inner) for it in merged]
             inner = 1
@@ -91,15 +92,33 @@ class Part:
                     yield row, 1, (Range(first, min(first + step, stop), at + first - start),)
 
 
+def parts_of(source: Source, spec: ShardSpec | None, rank: int, size: int) -> list[Part]:
+    """What the shard of `rank` under `spec` (None: the whole tensor) is made of: a part of each file that has some.
+
+    Raises:
+        ValueError: a snapshot holds shards along another dim.
+    """
+    dims = max(len(source.shape), 1)
+    own = None if spec is None else replace(spec, dim=spec.dim % dims)
+    if isinstance(source, Entry):
+        return [Part.of(source, own.dim, own.ranges(rank, size), own.extent(size)) if own else whole(source)]
+    stored = replace(source.spec, dim=source.spec.dim % dims)
+    if own is None:
+        own, rank, size = ShardSpec(stored.dim, (stored.length,)), 0, 1
+    if own.dim != stored.dim:
+        raise ValueError(
+            f"it was saved in shards along dim {stored.dim}, the plan cuts dim {own.dim}: "
+            f"load it with the plan it was saved with, or save it whole"
+        )
+    shards = enumerate(source.shards)
+    overlaps = [(shard, own.overlap(rank, size, stored, at, len(source.shards))) for at, shard in shards]
+    return [Part.of(shard, stored.dim, ranges, own.extent(size)) for shard, ranges in overlaps if ranges]
+
+
 def whole(entry: Entry) -> Part:
     """All of a stored tensor."""
     length = entry.shape[0] if entry.shape else 1
-    return Part.of(entry, 0, [Range(0, length, 0)])
-
-
-def shard(entry: Entry, spec: ShardSpec | None, rank: int, size: int) -> Part:
-    """The shard of `rank` of a stored full tensor; all of it where `spec` is None."""
-    return whole(entry) if spec is None else Part.of(entry, spec.dim, spec.ranges(rank, size))
+    return Part.of(entry, 0, [Range(0, length, 0)], length)
 
 
 def _times(it: Range, factor: int) -> Range:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..layers.options import is_wide_float
-from .index import Entry
 from .meta import building, built, replaced
 from .rename import rename_entries
+from .snapshot import Source
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ def is_pretrained(model: Any) -> bool:
 
 
 def describe_pretrained(
-    model_class: Any, folder: Path, entries: dict[str, Entry], dtype: torch.dtype | None
-) -> tuple[nn.Module, dict[str, Entry]]:
+    model_class: Any, folder: Path, entries: dict[str, Source], dtype: torch.dtype | None
+) -> tuple[nn.Module, dict[str, Source]]:
     """The model of the checkpoint in `folder`, and its `entries` under the model's names, tied ones once."""
     model = build_pretrained(model_class, folder, dtype or _main_dtype(entries))
     return model, _settle_ties(model, rename_entries(model, entries))
@@ -80,7 +80,7 @@ def _set_generation_config(model: Any, folder: Path) -> None:
         )
 
 
-def _main_dtype(entries: dict[str, Entry]) -> torch.dtype | None:
+def _main_dtype(entries: dict[str, Source]) -> torch.dtype | None:
     """The floating-point dtype most bytes are stored in, None where a model cannot be built in it."""
     counts: Counter[torch.dtype] = Counter()
     for entry in entries.values():
@@ -103,7 +103,7 @@ def final_dtype(model: Any, name: str, stored: torch.dtype, dtype: torch.dtype |
     return model.get_parameter_or_buffer(name).dtype
 
 
-def _settle_ties(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _settle_ties(model: Any, entries: dict[str, Source]) -> dict[str, Source]:
     """The entries, and the model's ties, where the checkpoint has several of the tied parameters.
 
     Equal ones keep one entry. Those that differ are untied, as transformers does, with a warning: the config is wrong.
@@ -123,7 +123,7 @@ def _settle_ties(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
     return entries
 
 
-def _same_bytes(one: Entry, other: Entry) -> bool:
+def _same_bytes(one: Source, other: Source) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     left = torch.Size(one.shape).numel() * one.dtype.itemsize

@@ -12,13 +12,13 @@ from ..agree import Alarm, agreed
 from .architecture import difference
 from .build import check_keys
 from .checked import mark_half_loaded, require_unchanged, sharding_to_use
-from .fill import fill, jobs_of
+from .fill import fill, jobs_of, needed_parts
 from .folder import find_folder, read_config
-from .index import read_index
+from .parts import Part
 from .pretrained import is_pretrained, name_model
-from .read import Job
 from .rename import rename_entries
 from .report import Meter
+from .snapshot import read_sources
 from .target import CONFIG, config_files
 
 logger = logging.getLogger(__name__)
@@ -58,21 +58,22 @@ def reload(
     group = sharding.group
     meter = Meter(next(inner.parameters(), torch.empty(0)).device)
 
-    def prepare() -> list[Job]:
+    def prepare() -> list[tuple[str, Part]]:
         require_unchanged(inner, sharding)
         folder = find_folder(path, subfolder, variant, revision)
         _require_same_architecture(inner, folder)
-        entries = read_index(folder, variant)
+        entries = read_sources(folder, variant)
         if is_pretrained(inner):
             entries = rename_entries(inner, entries)
-        return jobs_of(inner, sharding, check_keys(inner, entries, check, sharding.resolved.specs))
+        specs = sharding.resolved.specs
+        return needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
 
     with meter.phase("preparing"):
-        jobs = agreed(group, prepare, lambda found: [(job.name, job.part.entry.dtype) for job in found])
-    alarm = Alarm(group)
+        parts = agreed(group, prepare, lambda found: sorted({(name, str(part.entry.dtype)) for name, part in found}))
+    jobs, alarm = jobs_of(inner, parts), Alarm(group)
     try:
         with meter.phase("reading"):
-            requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
+            requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
     except BaseException as error:
         mark_half_loaded(inner, f"{type(error).__name__}: {error}")
         raise

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .index import Entry
+from .snapshot import Source
 
 
-def rename_entries(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+def rename_entries(model: Any, entries: dict[str, Source]) -> dict[str, Source]:
     """The entries of a checkpoint under the names of the transformers `model`.
 
     Names the mapping does not know, or that are of no tensor of the model, stay as the mapping leaves them.
@@ -21,7 +21,7 @@ def rename_entries(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     state, prefix, what = model.state_dict(), model.base_model_prefix, type(model).__name__
-    found: dict[str, Entry] = {}
+    found: dict[str, Source] = {}
     origin: dict[str, str] = {}
     # In the order in which transformers goes through them: some renamings depend on the names before.
     for name in sorted(entries, key=dot_natural_key):

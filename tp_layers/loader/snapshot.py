@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from ..plans.spec import ShardSpec
-from .index import Entry, read_header
+from .index import Entry, read_header, read_index
 
 MANIFEST = "tp_layers.json"
 KEY = "tp_layers"
@@ -53,12 +53,29 @@ class Sharded:
         return self.shards[0].offset
 
 
+# Where a tensor of a checkpoint lies.
+Source = Entry | Sharded
+
+
 def is_snapshot(folder: Path) -> bool:
     """Whether `folder` holds a sharded snapshot."""
     return (folder / MANIFEST).is_file()
 
 
-def read_snapshot(folder: Path) -> dict[str, Entry | Sharded]:
+def read_sources(folder: Path, variant: str | None = None) -> dict[str, Source]:
+    """Every tensor of the checkpoint in `folder`, a sharded snapshot or an ordinary one.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_snapshot` and `read_index`; or a variant is asked of a snapshot.
+    """
+    if not is_snapshot(folder):
+        return dict(read_index(folder, variant))
+    if variant is not None:
+        raise ValueError(f"{folder} holds a sharded snapshot, which has no variants, so none called {variant!r}")
+    return read_snapshot(folder)
+
+
+def read_snapshot(folder: Path) -> dict[str, Source]:
     """Every tensor of the snapshot in `folder`, in the order of rank 0's file, from headers alone.
 
     Raises:
@@ -78,7 +95,7 @@ def read_snapshot(folder: Path) -> dict[str, Entry | Sharded]:
         for name in header:
             if name not in own and header is not headers[0]:
                 raise ValueError(f"{file} holds '{name}', which is no shard and belongs in {files[0].name}")
-    found: dict[str, Entry | Sharded] = {}
+    found: dict[str, Source] = {}
     for name, entry in headers[0].items():
         spec = specs[0].get(name)
         found[name] = entry if spec is None else _fitting(name, spec, tuple(header[name] for header in headers))

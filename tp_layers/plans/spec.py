@@ -87,10 +87,14 @@ class ShardSpec:
                     found.append(Range(position + low - first, position + high - first, at + low - start))
         return found
 
+    def extent(self, size: int) -> int:
+        """How long the dim is in one rank's shard."""
+        return sum(stop - start for start, stop, _ in self.ranges(0, size))
+
     def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
         """The shape of one rank's shard of a tensor of `shape`."""
         local = list(shape)
-        local[self.dim] = sum(stop - start for start, stop, _ in self.ranges(0, size))
+        local[self.dim] = self.extent(size)
         return tuple(local)
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
