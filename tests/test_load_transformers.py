@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import tp_layers
 from checkpoints import identical, state_of
@@ -111,6 +112,18 @@ def test_what_float16_keeps_in_float32(checkpoint):
         model = tp_layers.load(text.cls, checkpoint("T5"), plan=text.plan, group=ONE, dtype=dtype)
         layer = model.encoder.block[0].layer[1].DenseReluDense
         assert layer.wo.weight.dtype == kept and layer.wi_0.weight.dtype == dtype
+
+
+def test_of_several_stored_dtypes_each_stays_and_the_model_has_that_of_most_bytes(tmp_path):
+    text = TEXT_MODELS["Gemma3"]
+    text.save(tmp_path, torch.bfloat16)
+    state = {name: it.float() if "norm" in name else it for name, it in state_of(tmp_path).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model = tp_layers.load(text.cls, tmp_path, plan=text.plan, group=ONE)
+    assert {name: it.dtype for name, it in model.state_dict().items() if name in state} == {
+        name: it.dtype for name, it in state.items()
+    }
+    assert model.config.dtype == model.model.embed_tokens.embed_scale.dtype == HALF
 
 
 def test_a_component_of_a_pipeline(tmp_path):

@@ -8,13 +8,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
-from transformers import initialization
+from transformers import conversion_mapping, core_model_loading, initialization
 
 import tp_layers
 from checkpoints import identical, state_of
 from test_load_transformers import same, tensors, ties
 from text_models import GATED, TEXT, TEXT_MODELS, decoder
 from tp_layers.group import Group
+from tp_layers.loader.index import Entry
+from tp_layers.loader.rename import rename_entries
 
 ONE = Group()
 T5, TIED, LLAMA = TEXT_MODELS["T5"], TEXT_MODELS["Qwen3, tied"], TEXT_MODELS["Llama"]
@@ -122,6 +124,13 @@ def test_two_names_that_become_one_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         tp_layers.load(text.cls, tmp_path, plan=text.plan, group=ONE)
+
+
+def test_a_name_of_the_model_is_not_renamed_to_one_it_does_not_have(tmp_path, monkeypatch):
+    mapping = [core_model_loading.WeightRenaming("norm", "other")]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: mapping)
+    entries = {"norm.weight": Entry(tmp_path, torch.float32, (16,), 0)}
+    assert rename_entries(LLAMA.build(), entries) == entries
 
 
 MOE = dict(TEXT, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, decoder_sparse_step=1)
