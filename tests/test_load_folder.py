@@ -102,6 +102,7 @@ def test_only_the_files_of_the_model_are_downloaded(tmp_path, monkeypatch, repos
     wanted = files(repository, subfolder, "config.json", *(["*fp16.safetensors"] if variant else several))
     assert len(wanted) == 2 if variant else len(wanted) > 3
     assert sorted(hub.got) == wanted == files(hub.snapshot, None, "**/*.*")
+    assert not any("generation_config" in name for name in hub.asked)
     # What follows is of the commit that the revision stood for.
     assert hub.revisions[0] == "v2" and set(hub.revisions[1:]) == {COMMIT}
 
