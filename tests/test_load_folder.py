@@ -12,6 +12,7 @@ from huggingface_hub import errors
 import tp_layers
 from fake_hub import COMMIT, FakeHub, failure
 from families import FAMILIES
+from index_files import write_index
 from text_models import TEXT_MODELS
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
@@ -70,6 +71,14 @@ def test_a_repository_in_the_cache_is_found_without_a_network(offline, subfolder
         tp_layers.load(Toy, "someone/toy", **options, revision="v3")
     with pytest.raises(FileNotFoundError, match=r"variant 'fp16' .* in the cache of 'someone/toy' \(the hub cannot be"):
         tp_layers.load(Toy, "someone/toy", **options, variant="fp16")
+
+
+def test_a_checkpoint_that_is_in_the_cache_in_part_is_refused_without_a_network(offline):
+    in_cache(offline)
+    folder = offline / "models--someone--toy" / "snapshots" / COMMIT
+    write_index(folder, {"up.weight": "diffusion_pytorch_model.safetensors", "down.weight": "other.safetensors"})
+    with pytest.raises(FileNotFoundError, match=r"'someone/toy' (is not in the cache|has no other\.safetensors)"):
+        tp_layers.load(Toy, "someone/toy", plan=PLAN, group=ONE)
 
 
 @pytest.fixture(scope="module")

@@ -186,14 +186,14 @@ class Drawn(transformers.PreTrainedModel):
     """A model with all that from_pretrained treats in a way of its own."""
 
     config_class = transformers.BertConfig
-    _keys_to_ignore_on_load_missing = ("steps", "up")
+    _keys_to_ignore_on_load_missing = ("steps", "scale", "up")
     _keep_in_fp32_modules_strict = ("down",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
         self.register_buffer("table", torch.linspace(0, 1, 7) ** 3, persistent=False)
-        self.register_buffer("scale", torch.linspace(0, 1, 7))
+        self.register_buffer("scale", torch.linspace(0, 1, 7) ** 3)
         self.register_buffer("exact", torch.linspace(0, 1, 7, dtype=torch.float64))
         self.register_buffer("steps", torch.arange(3))
         self.post_init()
@@ -201,7 +201,8 @@ class Drawn(transformers.PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Drawn):
-            initialization.copy_(module.table, torch.linspace(0, 1, 7) ** 3)
+            for buffer in (module.table, module.scale):
+                initialization.copy_(buffer, torch.linspace(0, 1, 7) ** 3)
             initialization.copy_(module.steps, torch.arange(3))
 
 
@@ -209,7 +210,7 @@ DRAWN_PLAN = {"up": "colwise", "down": "rowwise"}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["as stored", "bfloat16", "float16"])
-@pytest.mark.parametrize("lacks", [(), ("steps",)], ids=["whole", "a buffer that may be missing"])
+@pytest.mark.parametrize("lacks", [(), ("steps", "scale")], ids=["whole", "buffers that may be missing"])
 def test_buffers_and_kept_dtypes_are_those_of_from_pretrained(tmp_path, dtype, lacks):
     Drawn(transformers.BertConfig()).save_pretrained(tmp_path)
     rewrite(tmp_path, lambda state: {name: it for name, it in state.items() if name not in lacks})
