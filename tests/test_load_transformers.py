@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tp_layers
+from as_pretrained import same, tensors, ties
 from checkpoints import identical, state_of
-from pretrained import attributes
 from text_models import TEXT_MODELS
 from tp_layers.group import Group
 from tp_layers.plans.shard import sharding_of
@@ -22,12 +21,6 @@ names = pytest.mark.parametrize("name", TEXT_MODELS)
 stored = pytest.mark.parametrize("stored", [torch.float32, HALF], ids=["float32", "bfloat16"])
 LIMITS = {"one file": "1GB", "several files": "4KB"}
 files = pytest.mark.parametrize("files", LIMITS)
-
-
-@pytest.fixture(autouse=True)
-def silence():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +35,6 @@ def checkpoint(tmp_path_factory):
         return made[name, stored, files]
 
     return folder
-
-
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {**model.state_dict(), **attributes(model)}
-
-
-def ties(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
-
-
-def same(model: Any, wanted: Any) -> None:
-    """Everything but the sharding is as in `wanted`."""
-    assert identical(tensors(model), tensors(wanted))
-    assert ties(model) == ties(wanted)
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert not any(module.training for module in model.modules())
-    assert model.config.to_dict() == wanted.config.to_dict() and model.name_or_path == wanted.name_or_path
-    assert model.config._attn_implementation == wanted.config._attn_implementation
-    if model.can_generate():
-        assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
 
 
 @names

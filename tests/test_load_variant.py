@@ -6,7 +6,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 
 import tp_layers
@@ -26,11 +25,6 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "transformers": (LLAMA.cls, LLAMA.plan, LLAMA.build),
 }
 cases = pytest.mark.parametrize("case", CASES)
-
-
-@pytest.fixture(autouse=True)
-def silence():
-    transformers.logging.disable_progress_bar()
 
 
 @cases
