@@ -1,5 +1,7 @@
 """The index: files and indices that do not add up, and those that safetensors refuses, are refused by name."""
 
+import json
+
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
@@ -128,4 +130,27 @@ def test_what_safetensors_refuses_is_refused(tmp_path, case):
 def test_a_dtype_that_torch_cannot_slice_is_refused_by_name(tmp_path):
     by_hand(tmp_path / "model.safetensors", {"x": info("F4", [8], 0, 4), "y": info("U8", [1], 4, 5)}, bytes(5))
     with pytest.raises(ValueError, match=r"model\.safetensors holds dtypes that cannot be read: F4 \('x'\)$"):
+        read_index(tmp_path)
+
+
+ONE, TWO = json.dumps(info("U8", [4], 0, 4)), json.dumps(info("U8", [2, 2], 0, 4))
+TWICE = {
+    "a tensor": f'{{"x": {ONE}, "x": {TWO}}}',
+    "a tensor, the same twice": f'{{"x": {ONE}, "x": {ONE}}}',
+    "a dtype": '{"x": {"dtype": "F32", "dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}',
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_a_name_that_comes_twice_in_a_header_is_refused(tmp_path, case):
+    # safetensors takes the last of two tensors that cover the file.
+    by_hand(tmp_path / "model.safetensors", TWICE[case].encode(), bytes(4))
+    with pytest.raises(ValueError, match=r"model\.safetensors.*(\['x'\] twice|duplicate field)"):
+        read_index(tmp_path)
+
+
+def test_a_tensor_that_an_index_places_in_two_files_is_refused(tmp_path):
+    several(tmp_path)
+    (tmp_path / f"{STEM}.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}')
+    with pytest.raises(ValueError, match=r"index\.json is not a checkpoint index: .*\['a'\] twice"):
         read_index(tmp_path)

@@ -4,17 +4,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
 from safetensors.torch import save_file
+from torch import nn
 
 import tp_layers
-from checkpoints import CLASSES, several_files, state_of
+from checkpoints import CLASSES, identical, several_files, state_of
 from families import FAMILIES
+from index_files import by_hand, info
 from pretrained import attributes, under
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
+from tp_layers.loader.index import DTYPES, read_index
 
 ONE = Group()
 HALF = torch.bfloat16
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 names = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -83,6 +89,39 @@ def test_buffers_of_a_checkpoint_are_read(tmp_path, dtype):
     # A table that no checkpoint holds, and those in plain attributes.
     assert torch.equal(model.table, under(dtype, Toy, {}).table)
     assert all(not table.is_meta for table in attributes(model).values())
+
+
+class Kinds(ModelMixin, ConfigMixin):
+    """Tensors without a dim, without an element, of one byte an element; and one to shard."""
+
+    @register_to_config
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(3, 4, bias=False)
+        self.gate, self.none = nn.Parameter(torch.tensor(2.5)), nn.Parameter(torch.ones(0, 3))
+        self.packed = nn.Parameter(torch.tensor([1.5, -2.0, 448.0]).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("steps", torch.tensor(7, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [None, HALF], ids=["as stored", "bfloat16"])
+def test_every_kind_of_tensor_is_read_at_any_offset(tmp_path, dtype):
+    model = Kinds()
+    model.save_config(tmp_path)
+    # The mask's three bytes come first: everything after it lies at an odd offset.
+    names, header, data = ["mask", "gate", "none", "up.weight", "steps", "packed"], {}, b""
+    for name in names:
+        tensor = model.state_dict()[name].contiguous()
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        header[name] = info(NAMES[tensor.dtype], list(tensor.shape), len(data), len(data) + len(raw))
+        data += raw
+    by_hand(tmp_path / "diffusion_pytorch_model.safetensors", {**header, "__metadata__": {"pad": "x" * 3}}, data)
+    offsets = [entry.offset % 2 for entry in read_index(tmp_path).values()]
+    assert 1 in offsets[1:]
+    got = tp_layers.load(Kinds, tmp_path, plan={"up": "colwise_gather"}, group=ONE, dtype=dtype).state_dict()
+    for name, tensor in model.state_dict().items():
+        cast = dtype is not None and tensor.dtype == torch.float32
+        assert identical({name: got[name]}, {name: tensor.to(dtype) if cast else tensor})
 
 
 @pytest.mark.parametrize("kept", [["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"]], ids=" and ".join)

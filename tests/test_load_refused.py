@@ -65,7 +65,7 @@ def test_an_argument_that_cannot_be_kept_is_refused(toy, no_reads, argument):
         tp_layers.load(Toy, toy, plan=PLAN, group=ONE, **given)
 
 
-@pytest.mark.parametrize("argument", ["torch_dtype", "revision", "varian"])
+@pytest.mark.parametrize("argument", ["torch_dtype", "cache_dir", "varian"])
 def test_an_unknown_argument_is_refused(toy, no_reads, argument):
     with pytest.raises(TypeError, match=rf"load\(\) got an unexpected argument '{argument}'"):
         tp_layers.load(Toy, toy, plan=PLAN, group=ONE, **{argument: None})

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import tp_layers
+from as_pretrained import same, tensors, ties
 from checkpoints import identical, state_of
-from pretrained import attributes
 from text_models import TEXT_MODELS
 from tp_layers.group import Group
 from tp_layers.plans.shard import sharding_of
@@ -21,12 +21,6 @@ names = pytest.mark.parametrize("name", TEXT_MODELS)
 stored = pytest.mark.parametrize("stored", [torch.float32, HALF], ids=["float32", "bfloat16"])
 LIMITS = {"one file": "1GB", "several files": "4KB"}
 files = pytest.mark.parametrize("files", LIMITS)
-
-
-@pytest.fixture(autouse=True)
-def silence():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +35,6 @@ def checkpoint(tmp_path_factory):
         return made[name, stored, files]
 
     return folder
-
-
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {**model.state_dict(), **attributes(model)}
-
-
-def ties(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
-
-
-def same(model: Any, wanted: Any) -> None:
-    """Everything but the sharding is as in `wanted`."""
-    assert identical(tensors(model), tensors(wanted))
-    assert ties(model) == ties(wanted)
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert not any(module.training for module in model.modules())
-    assert model.config.to_dict() == wanted.config.to_dict() and model.name_or_path == wanted.name_or_path
-    assert model.config._attn_implementation == wanted.config._attn_implementation
-    if model.can_generate():
-        assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
 
 
 @names
@@ -111,6 +81,18 @@ def test_what_float16_keeps_in_float32(checkpoint):
         model = tp_layers.load(text.cls, checkpoint("T5"), plan=text.plan, group=ONE, dtype=dtype)
         layer = model.encoder.block[0].layer[1].DenseReluDense
         assert layer.wo.weight.dtype == kept and layer.wi_0.weight.dtype == dtype
+
+
+def test_of_several_stored_dtypes_each_stays_and_the_model_has_that_of_most_bytes(tmp_path):
+    text = TEXT_MODELS["Gemma3"]
+    text.save(tmp_path, torch.bfloat16)
+    state = {name: it.float() if "norm" in name else it for name, it in state_of(tmp_path).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model = tp_layers.load(text.cls, tmp_path, plan=text.plan, group=ONE)
+    assert {name: it.dtype for name, it in model.state_dict().items() if name in state} == {
+        name: it.dtype for name, it in state.items()
+    }
+    assert model.config.dtype == model.model.embed_tokens.embed_scale.dtype == HALF
 
 
 def test_a_component_of_a_pipeline(tmp_path):

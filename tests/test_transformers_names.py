@@ -7,30 +7,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch import nn
-from transformers import initialization
+from transformers import conversion_mapping, core_model_loading
 
 import tp_layers
+from as_pretrained import rewrite, same, tensors, ties
 from checkpoints import identical, state_of
-from test_load_transformers import same, tensors, ties
 from text_models import GATED, TEXT, TEXT_MODELS, decoder
 from tp_layers.group import Group
+from tp_layers.loader.index import Entry
+from tp_layers.loader.rename import rename_entries
 
 ONE = Group()
 T5, TIED, LLAMA = TEXT_MODELS["T5"], TEXT_MODELS["Qwen3, tied"], TEXT_MODELS["Llama"]
-
-
-@pytest.fixture(autouse=True)
-def silence():
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-
-
-def rewrite(folder: Path, change: Any) -> dict[str, torch.Tensor]:
-    """Replaces the state of a checkpoint in one file by what `change` makes of it."""
-    state = change(state_of(folder))
-    save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors")
-    return state
 
 
 def save_bert(folder: Path) -> Any:
@@ -124,6 +112,13 @@ def test_two_names_that_become_one_are_refused(tmp_path):
         tp_layers.load(text.cls, tmp_path, plan=text.plan, group=ONE)
 
 
+def test_a_name_of_the_model_is_not_renamed_to_one_it_does_not_have(tmp_path, monkeypatch):
+    mapping = [core_model_loading.WeightRenaming("norm", "other")]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: mapping)
+    entries = {"norm.weight": Entry(tmp_path, torch.float32, (16,), 0)}
+    assert rename_entries(LLAMA.build(), entries) == entries
+
+
 MOE = dict(TEXT, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, decoder_sparse_step=1)
 
 
@@ -171,53 +166,6 @@ def test_tied_parameters_that_differ_in_the_checkpoint_are_untied_with_a_warning
     model = tp_layers.load(text.cls, tmp_path, plan=text.plan, group=ONE)
     assert not ties(model) and f"'{target}' and '{source}' differ in the checkpoint" in caplog.text
     assert identical(tensors(model), tensors(text.cls.from_pretrained(tmp_path)))
-
-
-class Drawn(transformers.PreTrainedModel):
-    """A model with all that from_pretrained treats in a way of its own."""
-
-    config_class = transformers.BertConfig
-    _keys_to_ignore_on_load_missing = ("steps", "up")
-    _keep_in_fp32_modules_strict = ("down",)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-        self.register_buffer("table", torch.linspace(0, 1, 7) ** 3, persistent=False)
-        self.register_buffer("scale", torch.linspace(0, 1, 7))
-        self.register_buffer("exact", torch.linspace(0, 1, 7, dtype=torch.float64))
-        self.register_buffer("steps", torch.arange(3))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, Drawn):
-            initialization.copy_(module.table, torch.linspace(0, 1, 7) ** 3)
-            initialization.copy_(module.steps, torch.arange(3))
-
-
-DRAWN_PLAN = {"up": "colwise", "down": "rowwise"}
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["as stored", "bfloat16", "float16"])
-@pytest.mark.parametrize("lacks", [(), ("steps",)], ids=["whole", "a buffer that may be missing"])
-def test_buffers_and_kept_dtypes_are_those_of_from_pretrained(tmp_path, dtype, lacks):
-    Drawn(transformers.BertConfig()).save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda state: {name: it for name, it in state.items() if name not in lacks})
-    model = tp_layers.load(Drawn, tmp_path, plan=DRAWN_PLAN, group=ONE, dtype=dtype)
-    wanted = Drawn.from_pretrained(tmp_path, dtype=dtype or torch.float32)
-    assert model.table.dtype == (dtype or torch.float32) and model.down.weight.dtype == torch.float32
-    if dtype is None:
-        # from_pretrained casts a buffer in float64 too.
-        wanted.exact = state_of(tmp_path)["exact"]
-    assert identical(tensors(model), tensors(wanted))
-
-
-def test_a_parameter_that_may_be_missing_is_refused(tmp_path):
-    Drawn(transformers.BertConfig()).save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda state: {name: it for name, it in state.items() if name != "up.bias"})
-    with pytest.raises(ValueError, match=r"the checkpoint lacks \['up\.bias'\], which Drawn needs"):
-        tp_layers.load(Drawn, tmp_path, plan=DRAWN_PLAN, group=ONE)
 
 
 def test_weights_elsewhere_are_refused(tmp_path):

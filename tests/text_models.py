@@ -11,6 +11,9 @@ from torch import nn
 
 from close import randomise
 
+transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+
 TEXT: dict[str, Any] = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, head_dim=4, bos_token_id=1, eos_token_id=2, pad_token_id=0,

@@ -58,13 +58,13 @@ def build_pretrained(model_class: Any, folder: Path, dtype: torch.dtype | None) 
 
 
 def _initialise_buffers(model: Any) -> None:
-    """Gives the buffers that no checkpoint holds the values of `from_pretrained`: those of `_init_weights`.
+    """Gives buffers the values of `from_pretrained`, should the checkpoint not hold them: those of `_init_weights`.
 
     It runs outside of the model's default dtype, so that a table in bfloat16 is computed in float32 and cast.
     """
-    for tensor in model.state_dict(keep_vars=True).values():
-        # transformers' own mark of a tensor that was read.
-        tensor._is_hf_initialized = True
+    for parameter in model.parameters():
+        # transformers' own mark of what was read.
+        parameter._is_hf_initialized = True
     model.initialize_weights()
 
 
