@@ -68,7 +68,7 @@ def attempt(case: Case, group: Group, folder: Path, target: Path, later: Callabl
     before = read_or_none(folder) if kind.late else None
     around = surroundings()
     try:
-        with limited(SECONDS):
+        with limited(SECONDS, folder):
             model = tp_layers.load(Toy, folder, plan=plan(later), group=group, dtype=dtype, device="cpu")
     except (ValueError, OSError) as error:
         assert names_its_file(str(error), folder, kind, target), where + f"names no file: {error!r}"[:600]
