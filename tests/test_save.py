@@ -120,6 +120,22 @@ def test_a_model_without_a_config_is_saved_as_model(ranks, tmp_path, size):
     assert identical(load_file(tmp_path / "model.safetensors"), wanted)
 
 
+def save_turned(group: Group, folder: Path) -> bool:
+    """Saves a model whose shards do not lie in memory row by row."""
+    model = tp_layers.apply(randomise(Plain()), PLAN, group=group)
+    for layer in (model.up, model.down):
+        layer.weight.data = layer.weight.data.T.contiguous().T
+    tp_layers.save(model, folder)
+    return model.up.weight.is_contiguous()
+
+
+def test_shards_may_lie_in_memory_in_any_order(ranks, tmp_path):
+    assert ranks(2, save_turned, tmp_path) == [False, False]
+    wanted = randomise(Plain()).state_dict()
+    del wanted["head.weight"]
+    assert identical(load_file(tmp_path / "model.safetensors"), wanted)
+
+
 def test_a_config_that_writes_itself_does(ranks, tmp_path):
     ranks(2, apply_and_save, Plain, tmp_path, {"config": Configured()})
     assert names(tmp_path) == ["config.json", "model.safetensors"]

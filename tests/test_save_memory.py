@@ -3,27 +3,17 @@
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 import tp_layers
+from big import BIG_PLAN, Big
 from checkpoints import identical, state_of
 from close import randomise
 from memory import Live
 from tp_layers.group import Group
 
 
-class Big(nn.Module):
-    """Four planned weights of 64 kB and next to nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-        self.up_again, self.down_again = nn.Linear(64, 256), nn.Linear(256, 64)
-
-
 def peak_of_saving(group: Group, folder: Path, limit: str) -> int:
-    plan = {"up": "colwise", "down": "rowwise", "up_again": "colwise", "down_again": "rowwise"}
-    model = tp_layers.apply(randomise(Big()), plan, group=group)
+    model = tp_layers.apply(randomise(Big()), BIG_PLAN, group=group)
     with Live() as live:
         tp_layers.save(model, folder, max_shard_size=limit)
     return live.peak
@@ -34,6 +24,7 @@ def peak_of_saving(group: Group, folder: Path, limit: str) -> int:
 def test_rank_zero_holds_one_full_parameter_and_one_shard(ranks, tmp_path, size, limit):
     full = 64 * 256 * 4
     first, *others = ranks(size, peak_of_saving, tmp_path, limit)
-    assert full <= first <= full + full // size
+    # Beside them, what the ranks tell each other: whether one has failed.
+    assert full <= first <= full + full // size + 1000
     assert all(peak < full // size for peak in others)
     assert identical(state_of(tmp_path), randomise(Big()).state_dict())

@@ -5,6 +5,7 @@ from .describe import describe
 from .layers.linear import ColwiseLinear, RowwiseLinear
 from .layers.norm import AcrossRMSNorm
 from .loader.load import load
+from .loader.reload import reload
 from .loader.save import save
 from .plans.registry import register
 from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "load",
     "register",
+    "reload",
     "save",
     "verify",
 ]

@@ -2,12 +2,14 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..plans.spec import ShardSpec
 from . import pretrained
 from .index import Entry
 from .meta import FLOAT8, building, built
@@ -31,8 +33,15 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
     return built(model)
 
 
-def check_keys(model: nn.Module, entries: dict[str, Entry], check: bool = True) -> dict[str, Entry]:
+def check_keys(
+    model: nn.Module,
+    entries: dict[str, Entry],
+    check: bool = True,
+    specs: Mapping[str, ShardSpec] = MappingProxyType({}),
+) -> dict[str, Entry]:
     """The entries of the model's own tensors, by name, in the order of the files.
+
+    `specs` are those of the parameters of which the model holds a shard: the checkpoint has them whole.
 
     Raises:
         ValueError: a tensor is missing from the checkpoint or has another shape or kind there, or (unless `check` is
@@ -50,9 +59,10 @@ def check_keys(model: nn.Module, entries: dict[str, Entry], check: bool = True) 
         logger.warning("the checkpoint has %s, which %s does not: not read", extra, what)
     kept = {name: entry for name, entry in entries.items() if name in wanted}
     for name, entry in kept.items():
-        tensor = wanted[name]
-        if tuple(tensor.shape) != entry.shape:
-            raise ValueError(f"'{name}' is {entry.shape} in the checkpoint, {what} has {tuple(tensor.shape)}")
+        tensor, spec = wanted[name], specs.get(name)
+        shape = tuple(tensor.shape) if spec is None else spec.full_shape(tensor.shape)
+        if shape != entry.shape:
+            raise ValueError(f"'{name}' is {entry.shape} in the checkpoint, {what} has {shape}")
         if tensor.is_floating_point() != entry.dtype.is_floating_point:
             raise ValueError(f"'{name}' is {entry.dtype} in the checkpoint, {tensor.dtype} in {what} (quantised?)")
     return dict(sorted(kept.items(), key=lambda item: (str(item[1].file), item[1].offset)))

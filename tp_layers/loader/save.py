@@ -1,87 +1,70 @@
-"""`save`: an ordinary, full checkpoint from a sharded model, one full parameter at a time."""
+"""`save`: the checkpoint of a sharded model, an ordinary one or one file of shards for each rank."""
 
+import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
-from ..collectives import broadcast_text, receive, send
-from ..group import Group
-from ..plans.shard import Sharding, sharding_of
-from .write import NAMES, Stored, Writer
+from ..agree import agreed
+from ..plans.shard import Sharding
+from .checked import require_one_checkpoint, require_unchanged, sharding_to_use
+from .sharded import save_shards
+from .target import check_target, config_files
+from .whole import save_whole
+from .write import NAMES, Stored, by_width
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-    """Writes the full model to `path`, as `save_pretrained` would have before it was sharded. All ranks call it.
+def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None = None, sharded: bool = False) -> None:
+    """Writes the model to `path`. All ranks call it.
 
-    The group's rank 0 writes, and holds one full parameter and one shard at a time; it takes the shards of the others
-    one by one. The files get their names only once all of them are complete.
+    By default that is the full model, as `save_pretrained` would have written it before it was sharded. Rank 0 of the
+    group writes, and holds one full parameter and one shard at a time; it takes the shards of the others one by one.
+    With `sharded=True` each rank writes a file of its own shards, and nothing is sent: `load` takes them as they are at
+    the same size, and cuts them anew at another.
+
+    A checkpoint of the same model that is there is replaced in one step, once the new one is complete: if the save
+    fails, or its processes are killed, the folder holds either of them whole. Over an ordinary checkpoint, several
+    files have eight digits of this save in their names; the index says which they are.
 
     Args:
         model: sharded by `apply` or `load`.
-        path: a folder, made if needed, on rank 0's machine.
-        max_shard_size: bytes of tensors a file holds at most, a number or as in "5GB"; a larger one has its own file.
+        path: a folder, made if needed: on rank 0's machine, or with `sharded=True` one that all ranks share.
+        max_shard_size: bytes of tensors a file holds at most, a number or as in "5GB" (the default); a larger tensor
+            has a file to itself. Not for `sharded=True`.
+        sharded: a snapshot for this package alone instead of an ordinary checkpoint.
 
     Raises:
-        ValueError: the model is not sharded by this package or was changed since, a dtype cannot be stored, or the size
-            is not one.
-        OSError: rank 0 cannot write; raised on every rank. Until all files are complete, a checkpoint that was there
-            is as it was.
+        ValueError: on every rank, before anything is written: on some rank the model is not sharded by this package or
+            was changed since, a dtype cannot be stored, or an argument does not fit; or the folder has another model,
+            or a checkpoint of the other kind.
+        OSError: on every rank: on one, which is named, something could not be written, or got ready to be sent.
+        RuntimeError: a rank died (torch.distributed's own error).
     """
     # torch.compile(model) is a module around the model itself.
     model = getattr(model, "_orig_mod", model)
-    sharding = _checked(model)
-    limit = parse_size(max_shard_size)
-    group, folder = sharding.group, Path(path)
-    files = _plan_files(_stored(model, sharding), limit)
-    problem = ""
-    writer = Writer(model, folder, files) if group.rank == 0 else None
-    state = model.state_dict()
-    for number, stored in enumerate(files):
-        for item in stored:
-            full = _gather(state[item.name], item, group)
-            if writer is not None and not problem:
-                # The others are sending: after a failure their shards are taken to the end, and all ranks raise.
-                problem = _attempt(folder, writer.write, number, item, full)
-            # Freed before the next one is put together.
-            del full
-    if writer is not None:
-        problem = problem or _attempt(folder, writer.finish)
-        if problem:
-            writer.discard()
-    problem = broadcast_text(problem, group)
-    if problem:
-        raise OSError(problem)
+    sharding, folder = sharding_to_use(model), Path(path)
+    group = sharding.group
 
+    def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
+        if sharded and max_shard_size is not None:
+            raise ValueError("max_shard_size is for ordinary checkpoints: sharded=True writes one file for each rank")
+        limit = parse_size("5GB" if max_shard_size is None else max_shard_size)
+        require_unchanged(model, sharding)
+        require_one_checkpoint(model)
+        files, configs = _plan_files(_stored(model, sharding), limit), {}
+        if group.rank == 0:
+            configs = config_files(model)
+            check_target(model, folder, configs, sharded=sharded)
+        return files, configs
 
-def _checked(model: nn.Module) -> Sharding:
-    """The model's sharding, if the model still is what it was after sharding.
-
-    A wrapped block has other names and a replaced layer other shapes: its shard would be written as if it were whole.
-    """
-    sharding, what = sharding_of(model), type(model).__name__
-    if sharding is None:
-        inner = [path for path, module in model.named_modules() if sharding_of(module) is not None]
-        hint = f"its '{inner[0]}' is: save that" if inner else "use its own save_pretrained"
-        raise ValueError(f"this {what} is not sharded by tp_layers: {hint}")
-    state, specs = model.state_dict(keep_vars=True), sharding.resolved.specs
-    for name, spec in specs.items():
-        if name not in state:
-            raise ValueError(
-                f"'{name}' is gone: save before wrapping or replacing modules, or wrap with model.compile()"
-            )
-        local = tuple(state[name].shape)
-        if local[spec.dim] * sharding.group.size != spec.length:
-            raise ValueError(f"'{name}' is {local}, not a shard of {spec.full_shape(local)}: it was replaced")
-    for path, module in model.named_modules():
-        if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):
-            raise ValueError(f"the projections of '{path}' were fused after sharding: unfuse them before saving")
-    return sharding
+    files, configs = agreed(group, prepare, lambda found: _digest(sharded, found[0]))
+    if sharded:
+        save_shards(model, folder, [item for file in files for item in file], configs, group)
+    else:
+        save_whole(model, folder, files, configs, group)
 
 
 def parse_size(size: int | str) -> int:
@@ -119,28 +102,8 @@ def _plan_files(stored: list[Stored], limit: int) -> list[list[Stored]]:
         if files[-1] and sum(other.nbytes for other in files[-1]) + item.nbytes > limit:
             files.append([])
         files[-1].append(item)
-    # Wider dtypes first, so that each tensor starts at a multiple of its element's size.
-    return [sorted(file, key=lambda item: -item.dtype.itemsize) for file in files]
+    return [by_width(file) for file in files]
 
 
-def _gather(own: torch.Tensor, item: Stored, group: Group) -> torch.Tensor | None:
-    """The full tensor on rank 0's CPU, None on the others."""
-    if item.spec is None:
-        return own.cpu() if group.rank == 0 else None
-    if group.rank != 0:
-        send(own, group, 0)
-        return None
-    full = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-    item.spec.put(own, full, 0, group.size)
-    for rank in range(1, group.size):
-        item.spec.put(receive(torch.empty_like(own), group, rank), full, rank, group.size)
-    return full
-
-
-def _attempt(folder: Path, action: Callable[..., None], *args: Any) -> str:
-    """Does it, and returns what went wrong, if anything. Whatever that is, the other ranks must hear of it."""
-    try:
-        action(*args)
-    except Exception as error:
-        return f"cannot write the checkpoint to {folder}: {error}"
-    return ""
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -18,7 +18,7 @@ import torch
 
 
 class Range(NamedTuple):
-    """Rows `start:stop` of the full dim, held by one rank from row `at` of its shard on."""
+    """Rows `start:stop` of the full dim, held by one rank from row `at` of its shard on (`overlap`: of a shard)."""
 
     start: int
     stop: int
@@ -66,6 +66,25 @@ class ShardSpec:
             start = offset + rank * part
             found.append(Range(start, start + part, at))
             offset, at = offset + block, at + part
+        return found
+
+    def overlap(self, rank: int, size: int, stored: "ShardSpec", stored_rank: int, stored_size: int) -> list[Range]:
+        """What `rank` of `size` takes from a shard that was cut by `stored` for `stored_rank` of `stored_size`.
+
+        Rows `start:stop` are those of the stored shard, and `at` is the row of this rank's own shard where they go.
+        Over all stored ranks, every row of the own shard comes once. A whole tensor is one shard of one block.
+
+        Raises:
+            ValueError: the specs cut another dim or another length, or a block is not divisible by its size.
+        """
+        if (self.dim, self.length) != (stored.dim, stored.length):
+            raise ValueError(f"{stored} was cut from another tensor, or along another dim, than {self} cuts")
+        found = []
+        for start, stop, at in self.ranges(rank, size):
+            for first, last, position in stored.ranges(stored_rank, stored_size):
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    found.append(Range(position + low - first, position + high - first, at + low - start))
         return found
 
     def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:

@@ -1,0 +1,91 @@
+"""`reload`: other weights of the same architecture into a model that is sharded already, in place."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..agree import Alarm, agreed
+from .architecture import difference
+from .build import check_keys
+from .checked import mark_half_loaded, require_unchanged, sharding_to_use
+from .fill import fill, jobs_of
+from .folder import find_folder, read_config
+from .index import read_index
+from .pretrained import is_pretrained, name_model
+from .read import Job
+from .rename import rename_entries
+from .report import Meter
+from .target import CONFIG, config_files
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def reload(
+    model: Model,
+    path: str | Path,
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    check: bool = True,
+    report: bool = False,
+) -> Any:
+    """Replaces the weights of a sharded model by those of another checkpoint, and returns the model. All ranks call it.
+
+    Each rank reads its shards into the memory the model has, with 8 MiB of buffers beside it, cast to the dtypes the
+    model has. An optimiser, compiled code or a captured graph that holds its parameters sees the new values.
+
+    Args:
+        model: sharded by `apply` or `load`.
+        path, subfolder, variant, revision, check: as in `load`; a checkpoint of the same architecture.
+        report: True returns `(model, LoadReport)`.
+
+    Raises:
+        ValueError: the model is not sharded by this package or was changed since, or the checkpoint does not fit, and
+            nothing has been read yet; or another rank fails.
+        FileNotFoundError: there is no such folder, or no safetensors weights in it.
+        OSError: a file cannot be read, or ends early. If any rank fails while it reads, the model is of both
+            checkpoints, and refuses to run and to be saved until it has been reloaded.
+    """
+    # torch.compile(model) is a module around the model itself.
+    inner = getattr(model, "_orig_mod", model)
+    sharding = sharding_to_use(inner)
+    group = sharding.group
+    meter = Meter(next(inner.parameters(), torch.empty(0)).device)
+
+    def prepare() -> list[Job]:
+        require_unchanged(inner, sharding)
+        folder = find_folder(path, subfolder, variant, revision)
+        _require_same_architecture(inner, folder)
+        entries = read_index(folder, variant)
+        if is_pretrained(inner):
+            entries = rename_entries(inner, entries)
+        return jobs_of(inner, sharding, check_keys(inner, entries, check, sharding.resolved.specs))
+
+    with meter.phase("preparing"):
+        jobs = agreed(group, prepare, lambda found: [(job.name, job.part.entry.dtype) for job in found])
+    alarm = Alarm(group)
+    try:
+        with meter.phase("reading"):
+            requested = agreed(group, lambda: fill(jobs, sharding, alarm, meter), alarm=alarm)
+    except BaseException as error:
+        mark_half_loaded(inner, f"{type(error).__name__}: {error}")
+        raise
+    mark_half_loaded(inner, None)
+    name_model(inner, path)
+    done = meter.report(group.rank, group.size, inner, sum(job.part.needed for job in jobs), requested)
+    logger.info("%s", done)
+    return (model, done) if report else model
+
+
+def _require_same_architecture(model: nn.Module, folder: Path) -> None:
+    """Weights of the same shapes mean something else to a model with other heads or another epsilon."""
+    written = config_files(model).get(CONFIG)
+    differing = difference(model, read_config(folder), json.loads(written)) if written else ""
+    if differing:
+        raise ValueError(f"the checkpoint in {folder} is of another architecture: {differing}")

@@ -1,0 +1,96 @@
+"""A sharded model written as a snapshot: every rank writes its own shards, and nothing is sent between ranks."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..collectives import broadcast_text
+from ..group import Group
+from .snapshot import KEY, MANIFEST, VERSION
+from .staged import Staged, new_token, remove_unfinished
+from .steps import Steps
+from .write import Stored, TensorFile, by_width, sync_folder, write_bytes
+
+SHARDS = re.compile(r"tp_layers-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+
+
+def save_shards(
+    model: nn.Module, folder: Path, stored: Sequence[Stored], configs: dict[str, bytes], group: Group
+) -> None:
+    """Writes this rank's shards of `stored`, and on rank 0 what is whole. All ranks call it; if one fails, all raise.
+
+    Files have names of this save's own. The manifest, which replaces the old one in one step once all files are on the
+    disk, makes them the snapshot that is read; the files of the old one go last. Memory: one tensor at a time on its
+    way from the device, none from the CPU.
+
+    Raises:
+        OSError: a rank failed, which is named, or rank 0 does not see the files of the others.
+    """
+    token = broadcast_text(new_token(), group)
+    names = [f"tp_layers-{token}-{rank + 1:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
+    own = folder / names[group.rank]
+    steps = Steps(group, f"cannot write the shards to {folder}")
+    steps.attempt(_write_own, model, own, stored, group)
+    if not steps.failed() and group.rank == 0:
+        steps.attempt(_place, Staged(folder, token), names, configs)
+    # Where a rank has died, nobody knows whether rank 0 has named the files: they stay, for the next save to remove.
+    steps.settle(undo=lambda: own.unlink(missing_ok=True))
+    steps = Steps(group, f"the shards in {folder} are complete, but older files there could not be removed")
+    if group.rank == 0:
+        steps.attempt(_clean, folder, names)
+    steps.settle()
+
+
+def _write_own(model: nn.Module, path: Path, stored: Sequence[Stored], group: Group) -> None:
+    state: dict[str, torch.Tensor] = model.state_dict()
+    mine = [item for item in stored if group.rank == 0 or item.spec is not None]
+    items = by_width([replace(item, shape=tuple(state[item.name].shape)) for item in mine])
+    specs = {item.name: {"dim": item.spec.dim, "blocks": item.spec.blocks} for item in stored if item.spec is not None}
+    about = {"version": VERSION, "rank": group.rank, "size": group.size, "specs": specs}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = TensorFile(path, items, {"format": "pt", KEY: json.dumps(about)})
+    try:
+        for item in items:
+            file.append(state[item.name])
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    sync_folder(path.parent)
+
+
+def _place(staged: Staged, names: list[str], configs: dict[str, bytes]) -> None:
+    """Makes the files the snapshot that is read; nothing has changed for readers if this fails."""
+    for rank, name in enumerate(names):
+        if not (staged.folder / name).is_file():
+            raise FileNotFoundError(
+                f"rank {rank} wrote {name}, which is not in {staged.folder} here: the folder must be one that all "
+                f"ranks share"
+            )
+    manifest = json.dumps({"version": VERSION, "size": len(names), "files": names}, indent=2) + "\n"
+    try:
+        staged.make()
+        for name, data in {**configs, MANIFEST: manifest.encode()}.items():
+            write_bytes(staged.path / name, data)
+        for name in configs:
+            staged.move(name)
+        sync_folder(staged.folder)
+        staged.move(MANIFEST)
+        staged.keep()
+    except BaseException:
+        staged.discard()
+        raise
+
+
+def _clean(folder: Path, names: list[str]) -> None:
+    """Removes the files of earlier snapshots, and what saves that were killed have left."""
+    sync_folder(folder)
+    for file in list(folder.iterdir()):
+        if SHARDS.fullmatch(file.name) and file.name not in names:
+            file.unlink()
+    remove_unfinished(folder)

@@ -1,0 +1,88 @@
+"""The folder a model is saved to: what the model writes there, and what may be there already."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .architecture import difference
+from .layout import STEMS
+from .snapshot import MANIFEST
+
+CONFIG = "config.json"
+
+
+def stem_of(model: nn.Module) -> str:
+    """How the names of the model's weight files begin: as diffusers' for its models, else as transformers'."""
+    return "diffusion_pytorch_model" if hasattr(model, "save_config") else "model"
+
+
+def weight_files(folder: Path, stem: str) -> list[str]:
+    """The weight files of `stem` and their index in `folder`, those that no index names too. No variant's."""
+    # The eight digits are those of a save over another checkpoint.
+    ours = re.compile(
+        rf"{re.escape(stem)}((-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors|\.safetensors(\.index\.json)?)"
+    )
+    return sorted(file.name for file in folder.iterdir() if ours.fullmatch(file.name))
+
+
+def config_files(model: nn.Module) -> dict[str, bytes]:
+    """The files of the model's config, by name, as the model itself writes them; none if it has no config.
+
+    Raises:
+        ValueError: it cannot write them.
+    """
+    owner: Any = model
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            if hasattr(owner, "save_config"):
+                owner.save_config(Path(scratch))
+            elif hasattr(getattr(owner, "config", None), "save_pretrained"):
+                owner.config.save_pretrained(Path(scratch))
+        except Exception as error:
+            raise ValueError(f"the config of this {type(model).__name__} cannot be written: {error}") from error
+        return {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
+
+
+def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, sharded: bool) -> None:
+    """What is in `folder` may be replaced by the model, as a snapshot if `sharded`, and its `configs`.
+
+    Config and weights are two files, which cannot be replaced at one instant: in between, the old weights must be
+    right under the new config.
+
+    Raises:
+        ValueError: there is another model's config, or something that is no config; weights that are read first; or a
+            checkpoint of the other kind.
+    """
+    _check_weights(folder, stem_of(model), sharded)
+    file = folder / CONFIG
+    if CONFIG not in configs or not file.exists():
+        return
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file: {_ELSEWHERE}")
+    try:
+        there = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as a config ({error}): {_ELSEWHERE}") from error
+    if not isinstance(there, dict):
+        raise ValueError(f"{file} is no config, it holds a {type(there).__name__}: {_ELSEWHERE}")
+    differing = difference(model, there, json.loads(configs[CONFIG]))
+    if differing:
+        raise ValueError(f"{file} is of another model ({differing}): {_ELSEWHERE}")
+
+
+def _check_weights(folder: Path, stem: str, sharded: bool) -> None:
+    if not folder.is_dir():
+        return
+    if (folder / MANIFEST).exists() and not sharded:
+        raise ValueError(f"{folder} has a sharded snapshot ({MANIFEST}): {_ELSEWHERE}")
+    for other in STEMS if sharded else STEMS[: STEMS.index(stem)]:
+        for found in weight_files(folder, other):
+            what = "the weights of an ordinary checkpoint" if sharded else f"read instead of {stem}.safetensors"
+            raise ValueError(f"{folder} has {found}, which is {what}: {_ELSEWHERE}")
+
+
+_ELSEWHERE = "save to a folder of its own, or delete what is there first"
