@@ -130,6 +130,20 @@ def test_what_a_step_builds_on_is_on_the_disk_before_it(monkeypatch, tmp_path, b
     assert len(removed) >= (before is not None and before != after)
 
 
+@pytest.mark.parametrize(("before", "after"), REPLACED.values(), ids=REPLACED)
+def test_a_rank_that_dies_after_the_step_leaves_the_new_checkpoint(monkeypatch, tmp_path, before, after):
+    if before is not None:
+        tp_layers.save(sharded_toy(OLD), tmp_path, max_shard_size=before)
+
+    def lost(steps):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(whole.Steps, "settle", lost)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        tp_layers.save(sharded_toy(NEW), tmp_path, max_shard_size=after)
+    assert identical(read(tmp_path), held(NEW))
+
+
 def save_until_killed(group: Group, folder: Path, report: Path, step: str) -> None:
     """Rank 1 is killed when it does `step` for the second time; rank 0 reports what it raises, after how long."""
     model, start, calls = sharded_toy(NEW, group), time.monotonic(), []

@@ -79,6 +79,20 @@ def test_what_a_step_builds_on_is_on_the_disk_before_it(ranks, monkeypatch, tmp_
     assert any(flip < number < min([*removed, len(steps)]) for number in synced) and len(removed) == before
 
 
+@replaced
+def test_a_rank_that_dies_after_the_step_leaves_the_new_snapshot(ranks, monkeypatch, tmp_path, before):
+    if before:
+        ranks(before, save_toy_snapshot, tmp_path, OLD)
+
+    def lost(steps, undo):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(sharded.Steps, "settle", lost)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        tp_layers.save(sharded_toy(NEW), tmp_path, sharded=True)
+    assert identical(read(tmp_path), held(NEW))
+
+
 def save_until_killed(group: Group, folder: Path, report: Path) -> None:
     """Rank 1 is killed when its file is complete; rank 0 reports what it raises, after how long."""
     model, start = sharded_toy(NEW, group), time.monotonic()

@@ -81,7 +81,6 @@ def _place(staged: Staged, names: list[str], configs: dict[str, bytes]) -> None:
             staged.move(name)
         sync_folder(staged.folder)
         staged.move(MANIFEST)
-        staged.keep()
     except BaseException:
         staged.discard()
         raise
