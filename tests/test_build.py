@@ -71,7 +71,7 @@ def test_building_leaves_torch_as_it_was():
 
     register = nn.Module.register_parameter
     build(Toy, {}, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(ValueError, match="a Broken cannot be built from its config: broken"):
         build(Broken, {}, torch.bfloat16)
     assert nn.Module.register_parameter is register
     assert torch.get_default_dtype() == torch.float32

@@ -38,7 +38,7 @@ def replaced(model: nn.Module) -> nn.Module:
 
 
 CHANGED = {
-    "a layer wrapped": (wrapped, "'up.weight' is gone: save before wrapping"),
+    "a layer wrapped": (wrapped, "'up.weight' is gone: do this before wrapping"),
     "a layer replaced": (replaced, r"'up.weight' is \(16, 8\), not a shard of"),
     "the model held by another": (Holder, "is not sharded by tp_layers: its 'inner' is"),
 }

@@ -21,15 +21,20 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
     """The model of a diffusers `config`, in eval mode; buffers have the dtypes `from_pretrained` would give them.
 
     Raises:
-        ValueError: the class is not built from a config (not a diffusers model), or computes buffers from parameters.
+        ValueError: the class is not built from a config (not a diffusers model), or not from this one, or it computes
+            buffers from parameters.
     """
     if not hasattr(model_class, "from_config"):
         raise ValueError(
             f"{model_class.__name__} has no from_config: load reads models of diffusers and transformers; "
             f"build others yourself and call tp_layers.apply"
         )
-    with building(dtype):
-        model = model_class.from_config(config)
+    try:
+        with building(dtype):
+            model = model_class.from_config(config)
+    except Exception as error:
+        # Whatever a constructor makes of a number it cannot use.
+        raise ValueError(f"a {model_class.__name__} cannot be built from its config: {error}") from error
     return built(model)
 
 
@@ -63,7 +68,7 @@ def check_keys(
         shape = tuple(tensor.shape) if spec is None else spec.full_shape(tensor.shape)
         if shape != entry.shape:
             raise ValueError(f"'{name}' is {entry.shape} in the checkpoint, {what} has {shape}")
-        if tensor.is_floating_point() != entry.dtype.is_floating_point:
+        if (tensor.is_floating_point(), tensor.is_complex()) != (entry.dtype.is_floating_point, entry.dtype.is_complex):
             raise ValueError(f"'{name}' is {entry.dtype} in the checkpoint, {tensor.dtype} in {what} (quantised?)")
     return dict(sorted(kept.items(), key=lambda item: (str(item[1].file), item[1].offset)))
 

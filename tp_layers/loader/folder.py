@@ -1,6 +1,8 @@
 """Where a checkpoint is: a local folder or a repository of the hub, and the config in it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,19 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no config.json: is the model in a subfolder of it?")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not the config of a model: it holds a {type(config).__name__}")
     if config.get("quantization_config") is not None:
         raise ValueError(f"{file} has a quantization_config: {QUANTISED}")
     return config
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Within it, a ValueError says which checkpoint it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error

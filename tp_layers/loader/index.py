@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,12 +37,16 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its file, dtype, shape, and the offset of its first byte in the file."""
+    """One tensor: its file, dtype, shape, and the offset of its first byte in the file.
+
+    `identity` is the file's own, where the header was read: another file under its name has other offsets.
+    """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    identity: tuple[int, int] | None = None
 
 
 def read_index(folder: Path, variant: str | None = None) -> dict[str, Entry]:
@@ -82,7 +88,8 @@ def _parse(text: bytes) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError(f"{sorted(name for name in found if [it[0] for it in pairs].count(name) > 1)} twice")
+            counts = Counter(name for name, _ in pairs)
+            raise ValueError(f"{[name for name, count in counts.items() if count > 1]} twice")
         return found
 
     return json.loads(text, object_pairs_hook=unique)
@@ -102,6 +109,12 @@ def _read_several(index: Path) -> dict[str, Entry]:
     return entries
 
 
+def identity(descriptor: int) -> tuple[int, int]:
+    """What tells an open file from any other, whatever their names."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file, in the order of their bytes. safetensors' own parser decides what is valid.
 
@@ -119,17 +132,21 @@ def read_header(file: Path) -> dict[str, Entry]:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(length)
+        own = identity(stream.fileno())
     try:
         header = _parse(text)
     except ValueError as error:
         raise ValueError(f"the header of {file} is not read: {error}") from error
     header.pop("__metadata__", None)
+    strange = [key for key, info in header.items() if not isinstance(info, dict) or not isinstance(info["dtype"], str)]
+    if strange:
+        raise ValueError(f"the header of {file} describes {strange} in words that are not safetensors' own")
     unknown = sorted({f"{info['dtype']} ('{key}')" for key, info in header.items() if info["dtype"] not in DTYPES})
     if unknown:
         raise ValueError(f"{file} holds dtypes that cannot be read: {', '.join(unknown)}")
     first = 8 + length
     entries = {
-        key: Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), first + info["data_offsets"][0])
+        key: Entry(file, DTYPES[info["dtype"]], tuple(info["shape"]), first + info["data_offsets"][0], own)
         for key, info in header.items()
     }
     return dict(sorted(entries.items(), key=lambda item: item[1].offset))

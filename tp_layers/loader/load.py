@@ -17,7 +17,7 @@ from ..plans.resolve import Resolved, resolve
 from ..plans.shard import shard_model, watch_gradients
 from .build import build, check_keys, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts
-from .folder import QUANTISED, find_folder, read_config
+from .folder import QUANTISED, find_folder, naming, read_config
 from .parts import Part
 from .pretrained import describe_pretrained, is_pretrained, name_model
 from .report import Meter
@@ -117,11 +117,12 @@ def describe_checkpoint(
     """The model of a checkpoint on meta, each parameter in the dtype it would be loaded in, and its stored tensors."""
     config = read_config(folder)
     entries = read_sources(folder, variant)
-    if is_pretrained(model_class):
-        model, entries = describe_pretrained(model_class, folder, entries, dtype)
-    else:
-        model = build(model_class, config, dtype)
-    entries = check_keys(model, entries, check)
+    with naming(folder):
+        if is_pretrained(model_class):
+            model, entries = describe_pretrained(model_class, folder, entries, dtype)
+        else:
+            model = build(model_class, config, dtype)
+        entries = check_keys(model, entries, check)
     set_dtypes(model, entries, dtype)
     return cast(Model, model), entries
 

@@ -18,6 +18,7 @@ import torch
 
 from ..plans.spec import Range
 from .ahead import Ahead
+from .index import Entry, identity
 from .parts import Part
 from .staging import STAGE_BYTES, Staging
 
@@ -101,15 +102,13 @@ class Reader:
     def close(self) -> None:
         """Closes the files that are open."""
         self._ahead.close()
-        if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
+        self._close_file()
 
     def fetch(self, view: memoryview, position: int, source: "_Source") -> None:
         """Reads `len(view)` bytes, from `position` of the source's file on, into `view`."""
         while view:
             try:
-                count = os.preadv(self._descriptor(source.part.entry.file), [view[:TICK_BYTES]], position)
+                count = os.preadv(self._descriptor(source.part.entry), [view[:TICK_BYTES]], position)
             except OSError as error:
                 raise OSError(f"{self._where(source, position)}: {error}") from error
             if count == 0:
@@ -132,12 +131,19 @@ class Reader:
         self._ahead.reached(self._number, (self.requested - self._before) / wanted)
         self.tick(count)
 
-    def _descriptor(self, file: Path) -> int:
+    def _descriptor(self, entry: Entry) -> int:
         # Files are visited in order, so one is open at a time.
-        if self._open is None or self._open[0] != file:
-            self.close()
-            self._open = (file, os.open(file, os.O_RDONLY))
+        if self._open is None or self._open[0] != entry.file:
+            self._close_file()
+            self._open = (entry.file, os.open(entry.file, os.O_RDONLY))
+            if entry.identity not in (None, identity(self._open[1])):
+                raise OSError("another file has taken its place since its header was read")
         return self._open[1]
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
 
     def _where(self, source: "_Source", position: int) -> str:
         return f"rank {self.rank} cannot read '{source.name}' at offset {position} of {source.part.entry.file}"

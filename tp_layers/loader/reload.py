@@ -13,7 +13,7 @@ from .architecture import difference
 from .build import check_keys
 from .checked import mark_half_loaded, require_unchanged, sharding_to_use
 from .fill import fill, jobs_of, needed_parts
-from .folder import find_folder, read_config
+from .folder import find_folder, naming, read_config
 from .parts import Part
 from .pretrained import is_pretrained, name_model
 from .rename import rename_entries
@@ -62,11 +62,11 @@ def reload(
         require_unchanged(inner, sharding)
         folder = find_folder(path, subfolder, variant, revision)
         _require_same_architecture(inner, folder)
-        entries = read_sources(folder, variant)
-        if is_pretrained(inner):
-            entries = rename_entries(inner, entries)
-        specs = sharding.resolved.specs
-        return needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
+        entries, specs = read_sources(folder, variant), sharding.resolved.specs
+        with naming(folder):
+            if is_pretrained(inner):
+                entries = rename_entries(inner, entries)
+            return needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
 
     with meter.phase("preparing"):
         parts = agreed(group, prepare, lambda found: sorted({(name, str(part.entry.dtype)) for name, part in found}))
