@@ -1,5 +1,7 @@
 """One rank that cannot, or that differs, ends `apply` and `load` on all ranks, within seconds and with the reason."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers import Flux2Transformer2DModel
@@ -29,7 +31,7 @@ def another_plan(group: Group, model: nn.Module) -> dict:
     return {"up": "colwise_gather"} if group.rank == 1 else PLAN
 
 
-DIFFERS = "has another model, plan or size"
+DIFFERS = "has another model, checkpoint, plan or size"
 CASES = {
     "its model cannot be sharded": (parametrised, "rank 1 of 3 failed: ValueError", "parametrised"),
     "its model is another": (more_parameters, DIFFERS, DIFFERS),
@@ -92,3 +94,23 @@ def alike(group: Group) -> bool:
 
 def test_equal_ranks_agree(ranks):
     assert ranks(2, alike) == [True, True]
+
+
+def other_checkpoint(group: Group, folder: Path, again: bool) -> str:
+    """Rank 1 has the same model in other files, on a disk of its own."""
+    model = tp_layers.load(Flux2Transformer2DModel, folder / "one", group=group)
+    own = folder / ("several" if group.rank == 1 else "one")
+    with pytest.raises(ValueError) as error:
+        if again:
+            tp_layers.reload(model, own)
+        else:
+            tp_layers.load(Flux2Transformer2DModel, own, group=group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["load", "reload"])
+def test_ranks_with_other_files_are_refused(ranks, tmp_path, again):
+    model = FAMILIES["Flux2Transformer2DModel"].build()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="100KB")
+    assert all(DIFFERS in said for said in ranks(2, other_checkpoint, tmp_path, again))

@@ -3,7 +3,7 @@
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -74,13 +74,15 @@ def agreed(
         if problem is not None:
             raise ValueError(f"rank {rank} of {group.size} failed: {problem}")
         if others != found[1]:
-            raise ValueError(f"rank {rank} of {group.size} has another model, plan or size than rank {group.rank}")
+            raise ValueError(
+                f"rank {rank} of {group.size} has another model, checkpoint, plan or size than rank {group.rank}"
+            )
     return result
 
 
-def fingerprint(model: nn.Module, resolved: Resolved) -> str:
-    """A digest of the model's class, its parameters' names, shapes and dtypes, and the resolved plan."""
-    parts = [type(model).__name__, str(resolved.size), str(resolved.specs)]
+def fingerprint(model: nn.Module, resolved: Resolved, others: Sequence[str] = ()) -> str:
+    """A digest of the model's class, its parameters' names, shapes and dtypes, the resolved plan, and `others`."""
+    parts = [type(model).__name__, str(resolved.size), str(resolved.specs), *others]
     parts += [f"{path}: {label(style)}" for path, style in resolved.styles.items()]
     parts += [f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """The tensors of a sharded model: made without values on the device, and filled from the files of a checkpoint."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ from ..agree import Alarm
 from ..group import Group
 from ..plans.spec import ShardSpec
 from .build import Places
-from .parts import Part, parts_of
+from .mapped import map_parts
+from .parts import Parts, parts_of
 from .progress import progress
 from .read import CALL_BYTES, Job, read_shards
 from .report import Meter
@@ -20,31 +21,34 @@ from .snapshot import Source
 LOOK_SECONDS = 0.02
 
 
-def allocate(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Gives the stored tensors called `names` memory on `device`, once and in their final dtype; buffers move there."""
+def allocate(model: nn.Module, parts: Parts, device: torch.device, mmap: bool) -> Parts:
+    """Makes the tensors of all `parts` on `device`, once and in their final dtype, and moves the other buffers there.
+
+    Returns the parts to be read into them. With `mmap`, those that can be mapped are not among them.
+    """
     places, state = Places(model), model.state_dict(keep_vars=True)
-    made: set[int] = set()
-    for name in names:
-        # A tied tensor has several names.
-        if id(state[name]) not in made:
-            made.add(id(state[name]))
-            places.put(name, torch.empty(state[name].shape, dtype=state[name].dtype, device=device))
+    mapped, parts = map_parts(model, parts) if mmap else ({}, parts)
+    for name, tensor in mapped.items():
+        places.put(name, tensor)
+    for name in dict.fromkeys(name for name, _ in parts):
+        places.put(name, torch.empty(state[name].shape, dtype=state[name].dtype, device=device))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+    return parts
 
 
 def needed_parts(
     model: nn.Module, sources: Mapping[str, Source], specs: Mapping[str, ShardSpec], group: Group
-) -> list[tuple[str, Part]]:
+) -> Parts:
     """What this rank reads of the checkpoint, by the name of the tensor, in the order of the files; a tied one once.
 
     Raises:
         ValueError: a tensor of a snapshot cannot be cut in the way its spec says.
     """
     state, seen = model.state_dict(keep_vars=True), set()
-    found: list[tuple[str, Part]] = []
+    found: Parts = []
     for name, source in sources.items():
         if id(state[name]) in seen:
             continue
@@ -56,7 +60,7 @@ def needed_parts(
     return sorted(found, key=lambda it: (str(it[1].entry.file), it[1].entry.offset))
 
 
-def jobs_of(model: nn.Module, parts: Iterable[tuple[str, Part]]) -> list[Job]:
+def jobs_of(model: nn.Module, parts: Parts) -> list[Job]:
     """The parts, with the model's own tensors to read them into."""
     state = model.state_dict()
     return [Job(name, part, state[name]) for name, part in parts]

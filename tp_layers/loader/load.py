@@ -18,10 +18,10 @@ from ..plans.shard import shard_model, watch_gradients
 from .build import build, check_keys, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts
 from .folder import QUANTISED, find_folder, naming, read_config
-from .parts import Part
+from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
 from .report import Meter
-from .snapshot import Source, read_sources
+from .snapshot import Source, contents, read_sources
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -49,6 +49,7 @@ def load(
     revision: str | None = None,
     check: bool = True,
     report: bool = False,
+    mmap: bool = False,
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     **refused: Any,
@@ -69,6 +70,8 @@ def load(
         revision: of a repository on the hub: a branch, a tag or a commit.
         check: as in `apply`. False also leaves out tensors of the checkpoint that the model does not have.
         report: True returns `(model, LoadReport)`.
+        mmap: True leaves on disk, mapped into memory, what a rank needs in one run and as it is stored (whole tensors,
+            colwise shards); for CPU ranks. It must not be changed or cut short as long as the model lives.
 
     Raises:
         ValueError: an argument, the config, the plan or the checkpoint does not fit, and nothing has been read yet; or
@@ -81,20 +84,23 @@ def load(
         raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
     options, group = Options(backend, reduce_dtype), Group.of(group)
     device = group.device if device is None else torch.device(device)
+    if mmap and device.type != "cpu":
+        raise ValueError(f"mmap=True maps weights into CPU memory, not onto {device}: drop it")
     meter = Meter(device)
 
-    def prepare() -> tuple[Model, list[tuple[str, Part]], Resolved]:
+    def prepare() -> tuple[Model, Parts, Resolved, str]:
         folder = find_folder(path, subfolder, variant, revision)
         model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
         refuse_planned(model, resolved)
-        return model, needed_parts(model, sources, resolved.specs, group), resolved
+        parts = needed_parts(model, sources, resolved.specs, group)
+        return model, parts, resolved, fingerprint(model, resolved, contents(sources))
 
     with meter.phase("preparing"):
-        model, parts, resolved = agreed(group, prepare, lambda found: fingerprint(found[0], found[2]))
+        model, parts, resolved, _ = agreed(group, prepare, lambda found: found[3])
         shard_model(model, resolved, group, options)
     with meter.phase("allocating"):
-        agreed(group, lambda: allocate(model, [name for name, _ in parts], device))
+        parts = agreed(group, lambda: allocate(model, parts, device, mmap))
     jobs, alarm = jobs_of(model, parts), Alarm(group)
     with meter.phase("reading"):
         requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)

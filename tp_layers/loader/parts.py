@@ -92,6 +92,10 @@ class Part:
                     yield row, 1, (Range(first, min(first + step, stop), at + first - start),)
 
 
+# Of a whole checkpoint, each with the name of its tensor.
+Parts = list[tuple[str, Part]]
+
+
 def parts_of(source: Source, spec: ShardSpec | None, rank: int, size: int) -> list[Part]:
     """What the shard of `rank` under `spec` (None: the whole tensor) is made of: a part of each file that has some.
 

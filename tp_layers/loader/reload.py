@@ -14,11 +14,11 @@ from .build import check_keys
 from .checked import mark_half_loaded, require_unchanged, sharding_to_use
 from .fill import fill, jobs_of, needed_parts
 from .folder import find_folder, naming, read_config
-from .parts import Part
+from .parts import Parts
 from .pretrained import is_pretrained, name_model
 from .rename import rename_entries
 from .report import Meter
-from .snapshot import read_sources
+from .snapshot import contents, read_sources
 from .target import CONFIG, config_files
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def reload(
     group = sharding.group
     meter = Meter(next(inner.parameters(), torch.empty(0)).device)
 
-    def prepare() -> list[tuple[str, Part]]:
+    def prepare() -> tuple[Parts, list[str]]:
         require_unchanged(inner, sharding)
         folder = find_folder(path, subfolder, variant, revision)
         _require_same_architecture(inner, folder)
@@ -66,10 +66,11 @@ def reload(
         with naming(folder):
             if is_pretrained(inner):
                 entries = rename_entries(inner, entries)
-            return needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
+            parts = needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
+        return parts, contents(entries)
 
     with meter.phase("preparing"):
-        parts = agreed(group, prepare, lambda found: sorted({(name, str(part.entry.dtype)) for name, part in found}))
+        parts, _ = agreed(group, prepare, lambda found: found[1])
     jobs, alarm = jobs_of(inner, parts), Alarm(group)
     try:
         with meter.phase("reading"):

@@ -10,6 +10,7 @@ sharded tensor is cut: {"version", "rank", "size", "specs": {name: {"dim", "bloc
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def read_sources(folder: Path, variant: str | None = None) -> dict[str, Source]:
     if variant is not None:
         raise ValueError(f"{folder} holds a sharded snapshot, which has no variants, so none called {variant!r}")
     return read_snapshot(folder)
+
+
+def contents(sources: Mapping[str, Source]) -> list[str]:
+    """What the ranks' views of a checkpoint have in common, wherever each has it: of each tensor its place and kind."""
+    found = sources.items()
+    return sorted(f"{name}: {it.dtype} {it.shape} at {it.offset} of {it.file.name}" for name, it in found)
 
 
 def read_snapshot(folder: Path) -> dict[str, Source]:
