@@ -4,7 +4,6 @@ Exit status: 0 done, 1 `verify` found a difference, 2 the arguments, the plan or
 """
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,11 @@ from .group import Group
 from .kernels import backend, configs
 from .launch import RankError, Ranks
 from .loader.build import build
-from .loader.folder import find_folder, read_config
+from .loader.folder import find_folder
 from .loader.load import describe_checkpoint, load
 from .loader.report import LoadReport
 from .loader.save import parse_size, save
+from .named import class_of, imported, model_class
 from .plans.registry import plan_for
 from .verify import verify
 
@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def checkpoint(made: argparse.ArgumentParser) -> None:
         made.add_argument("--subfolder", help="the component of a pipeline folder, such as transformer")
+        made.add_argument("--variant", help="of the weights, such as fp16")
+        made.add_argument("--revision", help="of a repository: a branch, a tag or a commit")
         made.add_argument("--dtype", choices=DTYPES, help="load floating-point weights in it (default: as stored)")
 
     def with_plan(made: argparse.ArgumentParser) -> None:
@@ -69,10 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     with_plan(made)
     made = command("load", _load, "Loads a checkpoint on CPU ranks as a trial.", "FOLDER")
     checkpoint(made)
-    made = command("save", _save, "Loads a checkpoint on CPU ranks and writes it again, whole.", "FOLDER")
+    with_plan(made)
+    made = command("save", _save, "Loads a checkpoint on CPU ranks and writes it again, whole or sharded.", "FOLDER")
     checkpoint(made)
+    with_plan(made)
     made.add_argument("to", metavar="NEW_FOLDER")
-    made.add_argument("--max-shard-size", default="5GB", help="of one file (default: 5GB)")
+    made.add_argument("--max-shard-size", help="of one file (default: 5GB)")
+    made.add_argument("--sharded", action="store_true", help="a file of shards for each rank, which load reads faster")
     return parser
 
 
@@ -81,16 +86,25 @@ def _describe(options: argparse.Namespace) -> int:
         return _kernels(options.architecture or _current_architecture())
     if options.what is None or options.size is None:
         raise ValueError("describe needs FOLDER|CLASS and --size, or --kernels")
-    dtype = DTYPES.get(options.dtype)
     if "/" not in options.what and not Path(options.what).exists():
-        model = build(_model_class(options.what), {})
+        dtype = DTYPES.get(options.dtype)
+        model = build(model_class(options.what), {})
         model = model if dtype is None else nn.Module.to(model, dtype)
     else:
-        folder = find_folder(options.what, options.subfolder)
-        model, _ = describe_checkpoint(_class_of(folder), folder, dtype)
-    plan = _imported(options.plan) if options.plan else plan_for(model)
-    print(describe(model, plan, size=options.size, check=False))
+        model = _described(options)
+    print(describe(model, _plan(options) or plan_for(model), size=options.size, check=False))
     return 0
+
+
+def _plan(options: argparse.Namespace) -> Any:
+    return imported(options.plan) if options.plan else None
+
+
+def _described(options: argparse.Namespace) -> nn.Module:
+    """The model of a checkpoint, without its weights."""
+    folder = find_folder(options.what, options.subfolder, options.variant, options.revision)
+    model, _ = describe_checkpoint(class_of(folder), folder, DTYPES.get(options.dtype), options.variant)
+    return model
 
 
 def _kernels(architecture: str) -> int:
@@ -106,91 +120,72 @@ def _current_architecture() -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    function = _imported(options.what)
+    function = imported(options.what)
     if not callable(function):
         raise ValueError(f"{options.what} is not callable: it must return (model, inputs)")
     made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{options.what} must return (model, inputs), it returned {type(made).__name__}")
     model, inputs = made
-    verdict = verify(model, inputs, _imported(options.plan) if options.plan else None, size=options.size)
+    verdict = verify(model, inputs, _plan(options), size=options.size)
     print(verdict)
     return 0 if verdict.ok else 1
 
 
 def _load(options: argparse.Namespace) -> int:
-    _checked(options)
+    plan = _checked(options)
     with Ranks(options.size) as ranks:
-        reports = ranks.run(_trial, options.what, options.subfolder, DTYPES.get(options.dtype))
-    print("rank       held bytes       read bytes    seconds")
+        reports = ranks.run(_trial, options.what, *_how(options, plan))
+    columns = {
+        "held MB": lambda it: it.bytes_held / 1e6,
+        "needed MB": lambda it: it.bytes_needed / 1e6,
+        "read MB": lambda it: it.bytes_read / 1e6,
+        "peak MB": lambda it: it.peak_host_bytes / 1e6,
+        "seconds": lambda it: it.seconds,
+        "preparing": lambda it: it.seconds_preparing,
+        "reading": lambda it: it.seconds_reading,
+        "GB/s": lambda it: it.gigabytes_per_second,
+    }
+    print("rank", *(f"{name:>12}" for name in columns))
     for report in reports:
-        print(f"{report.rank:4d} {report.bytes_held:16,d} {report.bytes_read:16,d} {report.seconds:10.2f}")
+        print(f"{report.rank:4d}", *(f"{figure(report):12,.2f}" for figure in columns.values()))
     return 0
 
 
 def _save(options: argparse.Namespace) -> int:
-    _checked(options)
-    limit = parse_size(options.max_shard_size)
+    plan = _checked(options)
+    if options.max_shard_size is not None:
+        parse_size(options.max_shard_size)
     with Ranks(options.size) as ranks:
-        ranks.run(_trial, options.what, options.subfolder, DTYPES.get(options.dtype), options.to, limit)
+        ranks.run(_trial, options.what, *_how(options, plan), options.to, options.max_shard_size, options.sharded)
     print(f"wrote {options.to}")
     return 0
 
 
+def _how(options: argparse.Namespace, plan: Any) -> tuple[Any, dict[str, Any]]:
+    how = {name: getattr(options, name) for name in ("subfolder", "variant", "revision")}
+    return plan, how | {"dtype": DTYPES.get(options.dtype)}
+
+
 def _trial(
-    group: Group, path: str, subfolder: str | None, dtype: torch.dtype | None, to: str | None = None, limit: int = 1
+    group: Group,
+    path: str,
+    plan: Any,
+    how: dict[str, Any],
+    to: str | None = None,
+    limit: str | None = None,
+    sharded: bool = False,
 ) -> LoadReport:
     """What one rank of `load` and `save` does."""
-    model_class = _class_of(find_folder(path, subfolder))
-    model, report = load(model_class, path, group=group, dtype=dtype, subfolder=subfolder, report=True)
+    folder = find_folder(path, how["subfolder"], how["variant"], how["revision"])
+    model, report = load(class_of(folder), path, plan=plan, group=group, report=True, **how)
     if to is not None:
-        save(model, to, max_shard_size=limit)
+        save(model, to, max_shard_size=limit, sharded=sharded)
     return report
 
 
-def _checked(options: argparse.Namespace) -> None:
-    """Raises what `load` would, before any process is started."""
-    folder = find_folder(options.what, options.subfolder)
-    model, _ = describe_checkpoint(_class_of(folder), folder)
-    describe(model, size=options.size)
-
-
-def _class_of(folder: Path) -> type[Any]:
-    name = read_config(folder).get("_class_name")
-    if not isinstance(name, str):
-        raise ValueError(f"{folder / 'config.json'} names no _class_name: not a diffusers model")
-    return _model_class(name)
-
-
-def _model_class(name: str) -> type[Any]:
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ValueError("this command needs diffusers: pip install 'tp_layers[diffusers]'") from error
-    found = getattr(diffusers, name, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"'{name}' is neither a folder nor a model class of diffusers {diffusers.__version__}")
-    return found
-
-
-def _imported(reference: str) -> Any:
-    """The object called NAME in a Python file or module, from "FILE.py:NAME" or "package.module:NAME"."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"expected FILE.py:NAME, got '{reference}'")
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no file {place}")
-        # By its folder on the path, so that the ranks' processes can import what they are sent; at its end, or a file
-        # called as a module of Python's own would take that module's place.
-        sys.path.append(str(file.parent))
-        place = file.stem
-    try:
-        module = importlib.import_module(place)
-        found = getattr(module, "__file__", None)
-        if reference.rpartition(":")[0].endswith(".py") and found and Path(found).resolve() != file:
-            raise ValueError(f"another module called '{place}' is {found}: rename {file.name}")
-        return getattr(module, name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import '{reference}': {error}") from error
+def _checked(options: argparse.Namespace) -> Any:
+    """Raises what `load` would, before any process is started; returns the plan that was asked for."""
+    plan = _plan(options)
+    describe(_described(options), plan, size=options.size)
+    return plan

@@ -1,0 +1,95 @@
+"""`tp-layers load | save | describe` of checkpoints: of both libraries, with a plan, a variant, whole and sharded."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5Config, T5EncoderModel
+
+from checkpoints import identical, state_of
+from close import randomise
+from families import FAMILIES
+from tp_layers.cli import main
+from tp_layers.loader.snapshot import read_snapshot
+
+PLAN = '''"""A plan."""
+PLAN = {"encoder.block.*.layer.1.DenseReluDense.wi": "colwise", "encoder.block.*.layer.1.DenseReluDense.wo": "rowwise"}
+'''
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory) -> Path:
+    """The folder of a tiny pipeline, with its transformer in two variants."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    model = FAMILIES["Flux2Transformer2DModel"].build(dtype=torch.bfloat16)
+    model.save_pretrained(folder / "transformer", variant="bf16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory) -> Path:
+    """The folder of a tiny text encoder, and a plan beside it."""
+    folder = tmp_path_factory.mktemp("t5")
+    config = T5Config(d_model=16, d_kv=4, num_heads=4, num_layers=2, d_ff=32, vocab_size=20)
+    randomise(T5EncoderModel(config)).save_pretrained(folder / "model")
+    (folder / "own.py").write_text(PLAN)
+    return folder
+
+
+def test_a_trial_says_what_each_rank_held_read_and_took(flux, capsys):
+    assert main(["load", str(flux), "--subfolder", "transformer", "--variant", "bf16", "--size", "2"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "rank",
+        "held",
+        "MB",
+        "needed",
+        "MB",
+        "read",
+        "MB",
+        "peak",
+        "MB",
+        "seconds",
+        "preparing",
+        "reading",
+        "GB/s",
+    ]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    held, needed, read = (float(figure) for figure in rows[0].split()[1:4])
+    assert 0 < held == needed <= read
+
+
+def test_a_variant_that_is_not_there_is_told_at_once(flux, capsys):
+    assert main(["load", str(flux), "--subfolder", "transformer", "--size", "2"]) == 2
+    assert "variant='bf16'" in capsys.readouterr().err
+
+
+def test_a_snapshot_is_written_and_made_whole_again(flux, tmp_path, capsys):
+    shards, again = tmp_path / "shards", tmp_path / "again"
+    how = ["--subfolder", "transformer", "--variant", "bf16", "--size", "2"]
+    assert main(["save", str(flux), *how, str(shards), "--sharded"]) == 0
+    assert main(["describe", str(shards), "--size", "4"]) == 0 and "Flux2Transformer2DModel" in capsys.readouterr().out
+    assert len(list(shards.glob("tp_layers-*-of-00002.safetensors"))) == 2 and read_snapshot(shards)
+    assert main(["save", str(shards), "--size", "1", str(again), "--max-shard-size", "100KB"]) == 0
+    assert identical(state_of(again), state_of(flux / "transformer"))
+    shutil.rmtree(shards)
+    assert main(["save", str(flux), *how, str(shards), "--sharded", "--max-shard-size", "1GB"]) == 2
+    assert "max_shard_size is for ordinary checkpoints" in capsys.readouterr().err and not shards.exists()
+
+
+def test_a_text_encoder_needs_a_plan_and_is_loaded_with_one(t5, tmp_path, capsys):
+    assert main(["load", str(t5 / "model"), "--size", "2"]) == 2
+    assert "T5EncoderModel" in capsys.readouterr().err
+    plan = ["--plan", f"{t5 / 'own.py'}:PLAN", "--size", "2"]
+    assert main(["load", str(t5 / "model"), *plan]) == 0
+    assert main(["save", str(t5 / "model"), *plan, str(tmp_path / "again")]) == 0
+    assert identical(state_of(tmp_path / "again"), state_of(t5 / "model"))
+
+
+def test_a_revision_of_a_folder_and_a_config_of_nobody_are_told(flux, tmp_path, capsys):
+    assert main(["load", str(flux), "--revision", "main", "--size", "2"]) == 2
+    assert "revision='main' is for the id of a repository" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["load", str(tmp_path), "--size", "2"]) == 2
+    assert "names neither a _class_name nor architectures" in capsys.readouterr().err
