@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need a GPU, then the benchmarks of the kernels, in six minutes at most and without the network:
+# The tests that need a GPU, then the benchmarks of loading and of the kernels, in six minutes at most and without the network:
 #
 #     bash bench/device.sh               results in bench/results
 #     OUT=folder bash bench/device.sh    in another folder
@@ -7,7 +7,7 @@
 #     DRY_RUN=1 bash bench/device.sh     the same steps on a CPU, in a minute; the tests are only collected
 #
 # Needs torch, triton, pytest and pytest-benchmark; the package need not be installed. What is finished when it is cut
-# off stays. The exit status is not 0 if a test or the benchmark failed.
+# off stays. The exit status is not 0 if a test or a benchmark failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -22,10 +22,12 @@ left() { echo $((seconds - SECONDS)); }
 workers=()
 "$python" -c "import xdist" 2>/dev/null && workers=(-n 8)
 
-tests=("$python" -m pytest tests/kernels -m gpu --junitxml="$out/gpu-tests.xml")
+tests=("$python" -m pytest tests/kernels tests/test_read_on_gpu.py -m gpu --junitxml="$out/gpu-tests.xml")
+load=("$python" bench/load_cuda.py --output "$out/load_cuda.csv")
 bench=("$python" bench/kernels.py --output "$out/kernels.csv")
 if [ -n "${DRY_RUN:-}" ]; then
     tests+=(--collect-only)
+    load+=(--dry-run)
     bench+=(--dry-run)
     export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
     seconds=${SECONDS_IN_ALL:-85}
@@ -36,6 +38,9 @@ fi
 # Interrupted, pytest still says what it has seen.
 timeout --signal=INT --kill-after=10 $((seconds / 2)) "${tests[@]}" 2>&1 | tee "$out/gpu-tests.txt"
 status=$?
+
+timeout --kill-after=5 45 "${load[@]}" 2>&1 | tee "$out/load_cuda.txt"
+[ ${PIPESTATUS[0]} -eq 0 ] || status=1
 
 # The benchmark stops by itself; a case may take a few seconds longer, and so may what follows.
 timeout --kill-after=5 "$(left)" "${bench[@]}" --seconds $(($(left) - 25)) 2>&1 | tee "$out/kernels.txt"
