@@ -2,19 +2,18 @@
 
 import inspect
 import json
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
-NOTES = ("transformers_version", "dtype", "torch_dtype")
 
-
-def difference(model: nn.Module, there: dict[str, Any], here: dict[str, Any]) -> str:
+def difference(model: nn.Module, there: dict[str, Any], here: dict[str, Any], notes: Collection[str] = ()) -> str:
     """How the config found `there` differs from the one the model writes `here`; empty if only in notes.
 
-    Notes are paths, the versions of libraries, and the dtype a model was loaded in last.
+    Notes are paths, the versions of libraries, and the keys in `notes`.
     """
-    old, new = _essence({**_defaults(model), **there}), _essence(here)
+    old, new = _essence({**_defaults(model), **there}, notes), _essence(here, notes)
     for key in [*new, *(key for key in there if key in old)]:
         if key not in old or key not in new or old[key] != new[key]:
             found, own = (repr(config.get(key, "nothing")) for config in (old, new))
@@ -22,11 +21,11 @@ def difference(model: nn.Module, there: dict[str, Any], here: dict[str, Any]) ->
     return ""
 
 
-def _essence(config: Any) -> Any:
+def _essence(config: Any, notes: Collection[str]) -> Any:
     if not isinstance(config, dict):
         return config
-    kept = [key for key in config if key not in NOTES and (not key.startswith("_") or key == "_class_name")]
-    return {key: _essence(config[key]) for key in kept}
+    named = [key for key in config if key == "_class_name" or not key.startswith("_")]
+    return {key: _essence(config[key], notes) for key in named if key not in ("transformers_version", *notes)}
 
 
 def _defaults(model: nn.Module) -> dict[str, Any]:

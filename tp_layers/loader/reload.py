@@ -88,6 +88,8 @@ def reload(
 def _require_same_architecture(model: nn.Module, folder: Path) -> None:
     """Weights of the same shapes mean something else to a model with other heads or another epsilon."""
     written = config_files(model).get(CONFIG)
-    differing = difference(model, read_config(folder), json.loads(written)) if written else ""
+    # The dtype a transformers model was loaded in last is none of its architecture.
+    found = read_config(folder)
+    differing = difference(model, found, json.loads(written), ("dtype", "torch_dtype")) if written else ""
     if differing:
         raise ValueError(f"the checkpoint in {folder} is of another architecture: {differing}")

@@ -54,7 +54,8 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
         limit = parse_size("5GB" if max_shard_size is None else max_shard_size)
         require_unchanged(model, sharding)
         require_one_checkpoint(model)
-        files, configs = _plan_files(_stored(model, sharding), limit), {}
+        stored, configs = _stored(model, sharding), {}
+        files = [stored] if sharded else _plan_files(stored, limit)
         if group.rank == 0:
             configs = config_files(model)
             check_target(model, folder, configs, sharded=sharded)
@@ -62,7 +63,7 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
 
     files, configs = agreed(group, prepare, lambda found: _digest(sharded, found[0]))
     if sharded:
-        save_shards(model, folder, [item for file in files for item in file], configs, group)
+        save_shards(model, folder, files[0], configs, group)
     else:
         save_whole(model, folder, files, configs, group)
 

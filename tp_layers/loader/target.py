@@ -42,6 +42,8 @@ def config_files(model: nn.Module) -> dict[str, bytes]:
                 owner.save_config(Path(scratch))
             elif hasattr(getattr(owner, "config", None), "save_pretrained"):
                 owner.config.save_pretrained(Path(scratch))
+                if getattr(owner, "generation_config", None) is not None:
+                    owner.generation_config.save_pretrained(Path(scratch))
         except Exception as error:
             raise ValueError(f"the config of this {type(model).__name__} cannot be written: {error}") from error
         return {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
