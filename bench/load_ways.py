@@ -1,5 +1,6 @@
 """What one rank does, and times, for `load.py`: this package's loading, diffusers', and the floors under both."""
 
+import ctypes
 import gc
 import os
 import threading
@@ -52,6 +53,8 @@ def forget(group: Group) -> None:
 def timed(group: Group, way: str, folder: Path, cold: bool) -> dict[str, float]:
     """Seconds of one way on this rank, bytes it took from the disk, and its peak of anonymous memory."""
     gc.collect()
+    # glibc keeps what was freed: neither the time nor the memory of a fresh allocation would show.
+    ctypes.CDLL(None).malloc_trim(0)
     if cold and group.rank == 0:
         _drop(folder)
     gather_objects(None, group)

@@ -34,21 +34,22 @@ SHAPES = {
     "a whole tensor without elements": ((3, 0, 2), None),
 }
 
-# BOUNCE_BYTES, STAGE_BYTES and CALL_BYTES that force each way through the reader on tensors this small.
+# PIECES, STAGE_BYTES and CALL_BYTES that force each way through the reader on tensors this small.
 WAYS = {
-    "as shipped": (read.BOUNCE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES),
-    "rows longer than the buffers": (16, 16, 1 << 20),
-    "two or three rows at a time": (160, 160, 1 << 20),
-    "every run by itself": (1 << 20, 1 << 20, 0),
-    "every run by itself, in pieces": (16, 16, 0),
+    "as shipped": (read.PIECES, staging.STAGE_BYTES, read.CALL_BYTES),
+    "whole rows, one at a time": (2, 16, 1 << 20),
+    "whole rows, some at a time": (5, 160, 1 << 20),
+    "every run by itself": (read.PIECES, staging.STAGE_BYTES, 0),
+    "every run by itself, in pieces": (read.PIECES, 16, 0),
 }
 ways = pytest.mark.parametrize("way", WAYS)
 
 
 def send(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Sends every read one way."""
-    monkeypatch.setattr(read, "BOUNCE_BYTES", WAYS[way][0])
+    monkeypatch.setattr(read, "PIECES", WAYS[way][0])
     monkeypatch.setattr(read, "STAGE_BYTES", WAYS[way][1])
+    monkeypatch.setattr(parts, "LONG_ROW_BYTES", min(parts.LONG_ROW_BYTES, WAYS[way][1]))
     monkeypatch.setattr(read, "CALL_BYTES", WAYS[way][2])
 
 

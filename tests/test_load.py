@@ -18,7 +18,7 @@ from memory import Touched
 from toy import PLAN, Toy, save_toy
 from tp_layers.describe import Report, Tensor, describe
 from tp_layers.group import Group
-from tp_layers.loader import read, staging
+from tp_layers.loader import parts, read, staging
 from tp_layers.loader.report import LoadReport
 from tp_layers.plans.shard import sharding_of
 
@@ -48,7 +48,7 @@ def loaded(
     folder: Path,
     dtype: torch.dtype | None,
     plan: dict[str, Any] | None,
-    buffers: int = read.BOUNCE_BYTES,
+    buffers: int = staging.STAGE_BYTES,
     call: int = read.CALL_BYTES,
 ) -> dict[str, Any]:
     """What `load` reports, what it did, and every tensor this rank holds."""
@@ -58,15 +58,16 @@ def loaded(
         read_bytes.append(system(descriptor, buffers, offset))
         return read_bytes[-1]
 
-    kept = read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES
+    kept = read.STAGE_BYTES, staging.STAGE_BYTES, parts.LONG_ROW_BYTES, read.CALL_BYTES
     try:
         os.preadv = preadv
-        read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES = buffers, buffers, buffers, call
+        read.STAGE_BYTES = staging.STAGE_BYTES = parts.LONG_ROW_BYTES = buffers
+        read.CALL_BYTES = call
         with Touched() as touched:
             model, report = tp_layers.load(CLASSES[name], folder, group=group, dtype=dtype, plan=plan, report=True)
     finally:
         os.preadv = system
-        read.BOUNCE_BYTES, read.STAGE_BYTES, staging.STAGE_BYTES, read.CALL_BYTES = kept
+        read.STAGE_BYTES, staging.STAGE_BYTES, parts.LONG_ROW_BYTES, read.CALL_BYTES = kept
     return {
         "report": report,
         "read": sum(read_bytes),

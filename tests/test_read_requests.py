@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from read_case import SHAPES, SIZES, send, shard, values, write
 from tp_layers.loader import read, staging
 from tp_layers.loader.index import Entry
+from tp_layers.loader.parts import parts_of
+from tp_layers.loader.pieces import rows
 from tp_layers.plans.spec import ShardSpec
 
 
@@ -117,13 +119,13 @@ def test_runs_are_read_by_themselves_where_the_gaps_are_worth_a_call_each(tmp_pa
             assert len(requests) == count
 
 
-@pytest.mark.parametrize("way", ["two or three rows at a time", "rows longer than the buffers"])
-def test_rows_come_in_bounces_of_whole_rows(tmp_path, requests, through, way):
-    # Rows of 64 bytes: two fit into 160, none into 16.
+@pytest.mark.parametrize(("most", "counts"), [(2, [64] * 5), (5, [128, 128, 64])], ids=["two", "five"])
+def test_rows_come_as_many_at_a_time_as_the_system_takes_pieces(tmp_path, requests, monkeypatch, most, counts):
+    # Two pieces for each row of 64 bytes: the run, and the rest.
     entry = write(tmp_path, values((5, 16), torch.float32))
-    through(way)
+    monkeypatch.setattr(read, "PIECES", most)
     shard(entry, ShardSpec(1, (16,)), 1, 2, torch.float32)
-    assert [count for _, count in requests] == ([128, 128, 64] if way.startswith("two") else [64] * 5)
+    assert [count for _, count in requests] == counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
@@ -132,7 +134,6 @@ def test_rows_come_in_bounces_of_whole_rows(tmp_path, requests, through, way):
 )
 def test_no_full_tensor_exists(tmp_path, monkeypatch, case, dtype):
     _, dim, run = case
-    monkeypatch.setattr(read, "BOUNCE_BYTES", 4096)
     monkeypatch.setattr(read, "STAGE_BYTES", 4096)
     monkeypatch.setattr(staging, "STAGE_BYTES", 4096)
     monkeypatch.setattr(read, "CALL_BYTES", 0 if run else 1 << 20)
@@ -144,11 +145,14 @@ def test_no_full_tensor_exists(tmp_path, monkeypatch, case, dtype):
     assert seen.nbytes == got.numel() * got.element_size() < full.numel() * 4
 
 
-def test_a_buffer_for_rows_that_do_not_fit_holds_one_row(tmp_path, through):
-    through("rows longer than the buffers")
+def test_what_lies_between_goes_to_one_buffer_as_long_as_the_widest_gap(tmp_path):
     full = values((64, 256), torch.float32)
-    entry, spec = write(tmp_path, full), ShardSpec(1, (256,))
-    with Largest() as seen:
-        got, _ = shard(entry, spec, 0, 256, torch.float32)
-    assert torch.equal(got, full[:, :1])
-    assert seen.nbytes == 256 * 4
+    (part,) = parts_of(write(tmp_path, full), ShardSpec(1, (128, 128)), 1, 4)
+    data = torch.zeros(64, 64)
+    pieces = list(rows(part, data.view(-1).view(torch.uint8).numpy().data, 256, part.ranges, 64))
+    own = [piece for piece in pieces if not isinstance(piece.obj, bytearray)]
+    others = [piece for piece in pieces if isinstance(piece.obj, bytearray)]
+    assert sum(len(piece) for piece in own) == data.nbytes and sum(map(len, pieces)) == full.nbytes
+    # Rank 1 of 4 holds 32 of each 128: 96 lie between them, 64 behind the second and 32 before the next row's first.
+    assert {len(piece) for piece in others} == {4 * 32, 4 * 96, 4 * 64}
+    assert len({id(piece.obj) for piece in others}) == 1 and len(others[0].obj) == 4 * 192

@@ -1,7 +1,7 @@
 """Tells the file system what will be read next, so that the disk works while bytes are copied.
 
 Of a column shard of a weight the reads leave gaps, which the system's own readahead takes for random access: 8 ranks of
-one node would each wait for every read. Where the pages are in memory already the advice costs next to nothing.
+one node would each wait for every read.
 """
 
 import os
@@ -35,11 +35,13 @@ class Ahead:
         """Announces what follows; `share` of part `number` has been read."""
         position = self._starts[number] + share * self._span(self._parts[number])
         while self._next is not None and self._next[0] < position + WINDOW_BYTES:
-            _, file, offset, count = self._next
+            distance, file, offset, count = self._next
+            self._next = next(self._steps, None)
+            if distance < position:
+                continue
             # A courtesy: a file that is gone is reported by the read itself, and some file systems take no advice.
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(self._descriptor(file), offset, count, os.POSIX_FADV_WILLNEED)
-            self._next = next(self._steps, None)
 
     def close(self) -> None:
         """Closes the file that is open."""

@@ -16,6 +16,9 @@ from ..plans.spec import Range, ShardSpec
 from .index import Entry
 from .snapshot import Source
 
+# No more than a staging buffer holds, so that rows which are read with their gaps are staged whole.
+LONG_ROW_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Part:
@@ -56,9 +59,12 @@ class Part:
         return self.outer * self.width * self.unit
 
     def by_runs(self, call_bytes: int) -> bool:
-        """Whether each range is read by itself: what lies between them is worth more than `call_bytes` a read."""
-        between = (self.length - self.width) * self.unit
-        return self.outer == 1 or between >= len(self.ranges) * call_bytes
+        """Whether each range is read by itself: what lies between them is worth more than `call_bytes` a read.
+
+        So it is where a row is long: the reads are few.
+        """
+        between, needed = (self.length - self.width) * self.unit, self.width * self.unit
+        return self.outer == 1 or needed > LONG_ROW_BYTES or between >= len(self.ranges) * call_bytes
 
     def requested(self, call_bytes: int) -> int:
         """Bytes that are asked of the file: those needed, or the whole rows."""

@@ -3,13 +3,14 @@
     shard                                    how
     whole tensor, or cut along dim 0         its rows, read to their place
     cut along a later dim, wide gaps         each run to its place, by a read of its own
-    cut along a later dim, narrow gaps       whole rows, once, through the bounce buffer
+    cut along a later dim, narrow gaps       whole rows, once: the runs to their places, the rest where nobody looks
 
 That is for a shard in CPU memory and in the file's dtype; others are put together in pieces, in staging buffers, in the
 same way. Reads, not mappings: a file cut short under a mapping ends the process, under a read it is an error.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +19,19 @@ import torch
 
 from ..plans.spec import Range
 from .ahead import Ahead
-from .index import Entry, identity
+from .index import identity
 from .parts import Part
+from .pieces import after, consecutive, packed, rows
 from .staging import STAGE_BYTES, Staging
 
-BOUNCE_BYTES = 8 << 20
 # Reading this much between two runs along with them takes as long as a read of its own (1.2 microseconds).
 CALL_BYTES = 12 << 10
-# After each of these the caller hears of it, and the file system of what comes next.
+# What one read fills at most, in pieces: the system's own limit (IOV_MAX).
+PIECES = 1024
+# After each of these the caller hears of it.
 TICK_BYTES = 4 << 20
+# Memory is faster than this, bytes per second: what comes slower comes from a disk, and is announced to it.
+DISK_RATE = 1e9
 
 
 class Job(NamedTuple):
@@ -65,16 +70,15 @@ class Reader:
         self.requested = 0
         self._ahead = Ahead([job.part for job in jobs])
         self._staging = Staging()
-        self._bounce: torch.Tensor | None = None
         self._open: tuple[Path, int] | None = None
-        # The current job, and what had been requested before it and at the last tick.
-        self._number, self._before, self._ticked = 0, 0, 0
+        # The current job, and what had been requested before it; the last tick, in bytes and seconds.
+        self._number, self._before = 0, 0
+        self._ticked, self._when = 0, time.monotonic()
 
     def run(self) -> None:
         """Carries out the jobs."""
         for number, job in enumerate(self.jobs):
             self._number, self._before = number, self.requested
-            self._ahead.reached(number, 0.0)
             self.read(job)
         self.tick(self.requested - self._ticked)
 
@@ -83,122 +87,88 @@ class Reader:
         part, target = job.part, job.target
         if not part.needed:
             return
-        rows = target.view(part.outer, -1, part.inner)
-        source = _Source(self, job.name, part)
+        shard = target.view(part.outer, -1, part.inner)
         if target.device.type == "cpu" and target.dtype == part.entry.dtype:
-            source.fill(rows, 0, part.ranges)
+            self._fill(job, shard, 0, part.ranges)
             return
         for first, count, ranges in part.blocks(STAGE_BYTES):
-            packed = _packed(ranges)
-            width = sum(stop - start for start, stop, _ in packed)
+            side_by_side = packed(ranges)
+            width = sum(stop - start for start, stop, _ in ranges)
             staged = self._staging.take((count, width, part.inner), part.entry.dtype, target.device)
-            source.fill(staged, first, packed)
-            for piece in _consecutive(ranges, packed):
-                at, staged_at, length = piece
-                self._staging.move(
-                    staged.narrow(1, staged_at, length), rows[first : first + count].narrow(1, at, length)
-                )
+            self._fill(job, staged, first, side_by_side)
+            for at, staged_at, length in consecutive(ranges, side_by_side):
+                place = shard[first : first + count].narrow(1, at, length)
+                self._staging.move(staged.narrow(1, staged_at, length), place)
 
     def close(self) -> None:
         """Closes the files that are open."""
         self._ahead.close()
         self._close_file()
 
-    def fetch(self, view: memoryview, position: int, source: "_Source") -> None:
-        """Reads `len(view)` bytes, from `position` of the source's file on, into `view`."""
-        while view:
-            try:
-                count = os.preadv(self._descriptor(source.part.entry), [view[:TICK_BYTES]], position)
-            except OSError as error:
-                raise OSError(f"{self._where(source, position)}: {error}") from error
-            if count == 0:
-                raise OSError(f"{self._where(source, position)}: the file ends {len(view)} bytes early")
-            view, position = view[count:], position + count
-            self.requested += count
-            if self.requested - self._ticked >= TICK_BYTES:
-                self._tick()
-
-    @property
-    def bounce(self) -> torch.Tensor:
-        """The buffer `[BOUNCE_BYTES]` that whole rows are read into."""
-        if self._bounce is None:
-            self._bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="cpu")
-        return self._bounce
-
-    def _tick(self) -> None:
-        count, self._ticked = self.requested - self._ticked, self.requested
-        wanted = self.jobs[self._number].part.requested(CALL_BYTES)
-        self._ahead.reached(self._number, (self.requested - self._before) / wanted)
-        self.tick(count)
-
-    def _descriptor(self, entry: Entry) -> int:
-        # Files are visited in order, so one is open at a time.
-        if self._open is None or self._open[0] != entry.file:
-            self._close_file()
-            self._open = (entry.file, os.open(entry.file, os.O_RDONLY))
-            if entry.identity not in (None, identity(self._open[1])):
-                raise OSError("another file has taken its place since its header was read")
-        return self._open[1]
-
     def _close_file(self) -> None:
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
 
-    def _where(self, source: "_Source", position: int) -> str:
-        return f"rank {self.rank} cannot read '{source.name}' at offset {position} of {source.part.entry.file}"
+    def _descriptor(self, job: Job) -> int:
+        # Files are visited in order, so one is open at a time.
+        entry = job.part.entry
+        if self._open is None or self._open[0] != entry.file:
+            self._close_file()
+            try:
+                self._open = (entry.file, os.open(entry.file, os.O_RDONLY))
+                if entry.identity not in (None, identity(self._open[1])):
+                    raise OSError("another file has taken its place since its header was read")
+            except OSError as error:
+                raise self._told(job, entry.offset, error) from error
+        return self._open[1]
 
+    def _told(self, job: Job, position: int, what: object) -> OSError:
+        where = f"at offset {position} of {job.part.entry.file}"
+        return OSError(f"rank {self.rank} cannot read '{job.name}' {where}: {what}")
 
-class _Source:
-    """The bytes of one stored tensor."""
-
-    def __init__(self, reader: Reader, name: str, part: Part) -> None:
-        self.reader, self.name, self.part = reader, name, part
-
-    def fill(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
-        """Puts the `ranges` of the tensor's rows, from row `first` on, into `rows [count, width, inner]`."""
-        way = self._by_runs if self.part.by_runs(CALL_BYTES) else self._by_rows
-        way(rows, first, ranges)
-
-    def _by_runs(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
-        part, fetch = self.part, self.reader.fetch
-        unit, row_bytes, local_bytes = part.unit, part.length * part.unit, rows.shape[1] * part.unit
-        data = rows.view(-1).view(torch.uint8).numpy().data
-        for row in range(rows.shape[0]):
-            position, local = part.entry.offset + (first + row) * row_bytes, row * local_bytes
-            for start, stop, at in ranges:
-                fetch(data[local + at * unit : local + (at + stop - start) * unit], position + start * unit, self)
-
-    def _by_rows(self, rows: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
-        part, bounce = self.part, self.reader.bounce
+    def _fill(self, job: Job, target: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
+        """Puts `ranges` of the tensor's rows, from row `first` on, into `target [count, width, inner]` on the CPU."""
+        part, file = job.part, self._descriptor(job)
+        data, width = target.view(-1).view(torch.uint8).numpy().data, target.shape[1] * part.unit
         row_bytes = part.length * part.unit
-        if row_bytes > bounce.numel():
-            bounce = torch.empty(row_bytes, dtype=torch.uint8, device="cpu")
-        step = bounce.numel() // row_bytes
-        for done in range(0, rows.shape[0], step):
-            count = min(step, rows.shape[0] - done)
-            raw = bounce[: count * row_bytes]
-            self.reader.fetch(raw.numpy().data, part.entry.offset + (first + done) * row_bytes, self)
-            full = raw.view(part.entry.dtype).view(count, part.length, part.inner)
+        position = part.entry.offset + first * row_bytes
+        if not part.by_runs(CALL_BYTES):
+            step = max(1, PIECES // (2 * len(ranges)))
+            for row in range(0, target.shape[0], step):
+                count = min(step, target.shape[0] - row)
+                pieces = list(rows(part, data[row * width :], width, ranges, count))
+                self._fetch(job, file, pieces, position + row * row_bytes)
+            return
+        for row in range(target.shape[0]):
             for start, stop, at in ranges:
-                rows[done : done + count, at : at + stop - start].copy_(full[:, start:stop])
+                place = row * width + at * part.unit
+                run = data[place : place + (stop - start) * part.unit]
+                self._fetch(job, file, [run], position + row * row_bytes + start * part.unit)
 
+    def _fetch(self, job: Job, file: int, pieces: list[memoryview], position: int) -> None:
+        """Fills the `pieces`, one after the other, from `position` of the file on."""
+        while pieces:
+            if len(pieces[0]) > TICK_BYTES:
+                pieces = [pieces[0][:TICK_BYTES], pieces[0][TICK_BYTES:], *pieces[1:]]
+            some = pieces[:1] if len(pieces[0]) == TICK_BYTES else pieces[:PIECES]
+            try:
+                count = os.preadv(file, some, position)
+            except OSError as error:
+                raise self._told(job, position, error) from error
+            if count == 0:
+                left = sum(len(piece) for piece in pieces)
+                raise self._told(job, position, f"the file ends {left} bytes early")
+            position += count
+            self.requested += count
+            pieces = after(pieces, count)
+            if self.requested - self._ticked >= TICK_BYTES:
+                self._tick()
 
-def _packed(ranges: Sequence[Range]) -> list[Range]:
-    """The same ranges, put side by side."""
-    packed, at = [], 0
-    for start, stop, _ in ranges:
-        packed.append(Range(start, stop, at))
-        at += stop - start
-    return packed
-
-
-def _consecutive(ranges: Sequence[Range], packed: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """What can be copied at once, as (place in the shard, place in the packed buffer, length)."""
-    pieces: list[tuple[int, int, int]] = []
-    for (start, stop, at), (_, _, packed_at) in zip(ranges, packed, strict=True):
-        if pieces and pieces[-1][0] + pieces[-1][2] == at:
-            pieces[-1] = (pieces[-1][0], pieces[-1][1], pieces[-1][2] + stop - start)
-        else:
-            pieces.append((at, packed_at, stop - start))
-    return pieces
+    def _tick(self) -> None:
+        count, now = self.requested - self._ticked, time.monotonic()
+        if count < (now - self._when) * DISK_RATE:
+            wanted = self.jobs[self._number].part.requested(CALL_BYTES)
+            self._ahead.reached(self._number, (self.requested - self._before) / wanted)
+        self.tick(count)
+        self._ticked, self._when = self.requested, time.monotonic()
