@@ -37,7 +37,7 @@ SHAPES = {
 # PIECES, STAGE_BYTES and CALL_BYTES that force each way through the reader on tensors this small.
 WAYS = {
     "as shipped": (read.PIECES, staging.STAGE_BYTES, read.CALL_BYTES),
-    "whole rows, one at a time": (2, 16, 1 << 20),
+    "whole rows, one at a time": (3, 16, 1 << 20),
     "whole rows, some at a time": (5, 160, 1 << 20),
     "every run by itself": (read.PIECES, staging.STAGE_BYTES, 0),
     "every run by itself, in pieces": (read.PIECES, 16, 0),

@@ -1,34 +1,32 @@
 """What single reads and copies fill: pieces of memory, in the order of the file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..plans.spec import Range
 from .parts import Part
 
 
-def rows(part: Part, data: memoryview, width: int, ranges: Sequence[Range], count: int) -> Iterator[memoryview]:
+def rows(part: Part, data: memoryview, width: int, ranges: Sequence[Range], count: int) -> list[memoryview]:
     """For `count` whole rows of the file: where each of the `ranges` goes in `data`, and a buffer for what is between.
 
-    A row of `data` has `width` bytes. The buffer is as long as the widest gap: it stays in the processor's cache.
+    A row of `data` has `width` bytes. The buffer is as long as all gaps of a row: it stays in the processor's cache.
     """
-    between = part.length - sum(stop - start for start, stop, _ in ranges)
-    unit, spare = part.unit, memoryview(bytearray(between * part.unit))
-    gaps: dict[int, memoryview] = {}
-    gap = 0
-    for row in range(count):
-        reached, place = 0, row * width
-        for start, stop, at in ranges:
-            gap += start - reached
-            if gap:
-                if gap not in gaps:
-                    gaps[gap] = spare[: gap * unit]
-                yield gaps[gap]
-                gap = 0
-            yield data[place + at * unit : place + (at + stop - start) * unit]
-            reached = stop
-        gap += part.length - reached
-    if gap:
-        yield spare[: gap * unit]
+    unit = part.unit
+    spare = memoryview(bytearray((part.length - sum(stop - start for start, stop, _ in ranges)) * unit))
+    starts = [start for start, _, _ in ranges]
+    last = part.length - ranges[-1].stop
+    # Behind a row's last range comes the rest of the row, and what lies before the first range of the next.
+    gaps = [after - stop for after, (_, stop, _) in zip([*starts[1:], part.length + starts[0]], ranges, strict=True)]
+    runs = [
+        (at * unit, (at + stop - start) * unit, spare[: gap * unit])
+        for (start, stop, at), gap in zip(ranges, gaps, strict=True)
+    ]
+    pieces = [spare[: starts[0] * unit]]
+    for place in range(0, count * width, width):
+        for begin, end, gap in runs:
+            pieces += (data[place + begin : place + end], gap)
+    pieces[-1] = spare[: last * unit]
+    return [piece for piece in pieces if len(piece)]
 
 
 def after(pieces: Sequence[memoryview], count: int) -> list[memoryview]:

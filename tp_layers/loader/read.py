@@ -129,39 +129,40 @@ class Reader:
 
     def _fill(self, job: Job, target: torch.Tensor, first: int, ranges: Sequence[Range]) -> None:
         """Puts `ranges` of the tensor's rows, from row `first` on, into `target [count, width, inner]` on the CPU."""
-        part, file = job.part, self._descriptor(job)
-        data, width = target.view(-1).view(torch.uint8).numpy().data, target.shape[1] * part.unit
-        row_bytes = part.length * part.unit
+        part, unit, file = job.part, job.part.unit, self._descriptor(job)
+        data, width = target.view(-1).view(torch.uint8).numpy().data, target.shape[1] * unit
+        row_bytes = part.length * unit
         position = part.entry.offset + first * row_bytes
         if not part.by_runs(CALL_BYTES):
-            step = max(1, PIECES // (2 * len(ranges)))
+            step = max(1, (PIECES - 1) // (2 * len(ranges)))
             for row in range(0, target.shape[0], step):
                 count = min(step, target.shape[0] - row)
-                pieces = list(rows(part, data[row * width :], width, ranges, count))
-                self._fetch(job, file, pieces, position + row * row_bytes)
+                pieces = rows(part, data[row * width :], width, ranges, count)
+                self._fetch(job, file, pieces, position + row * row_bytes, count * row_bytes)
             return
-        for row in range(target.shape[0]):
-            for start, stop, at in ranges:
-                place = row * width + at * part.unit
-                run = data[place : place + (stop - start) * part.unit]
-                self._fetch(job, file, [run], position + row * row_bytes + start * part.unit)
+        runs = [(at * unit, (at + stop - start) * unit, start * unit) for start, stop, at in ranges]
+        for place in range(0, target.shape[0] * width, width):
+            for begin, end, offset in runs:
+                self._fetch(job, file, [data[place + begin : place + end]], position + offset, end - begin)
+            position += row_bytes
 
-    def _fetch(self, job: Job, file: int, pieces: list[memoryview], position: int) -> None:
-        """Fills the `pieces`, one after the other, from `position` of the file on."""
-        while pieces:
-            if len(pieces[0]) > TICK_BYTES:
-                pieces = [pieces[0][:TICK_BYTES], pieces[0][TICK_BYTES:], *pieces[1:]]
-            some = pieces[:1] if len(pieces[0]) == TICK_BYTES else pieces[:PIECES]
+    def _fetch(self, job: Job, file: int, pieces: list[memoryview], position: int, nbytes: int) -> None:
+        """Fills the `pieces`, one after the other, with `nbytes` in all, from `position` of the file on."""
+        while nbytes:
+            # Not all of a large piece at once, or the caller would hear of nothing.
+            large = nbytes > TICK_BYTES and len(pieces) == 1
+            some = [pieces[0][:TICK_BYTES]] if large else pieces[:PIECES]
             try:
                 count = os.preadv(file, some, position)
             except OSError as error:
                 raise self._told(job, position, error) from error
             if count == 0:
-                left = sum(len(piece) for piece in pieces)
-                raise self._told(job, position, f"the file ends {left} bytes early")
+                raise self._told(job, position, f"the file ends {nbytes} bytes early")
             position += count
+            nbytes -= count
             self.requested += count
-            pieces = after(pieces, count)
+            if nbytes:
+                pieces = after(pieces, count)
             if self.requested - self._ticked >= TICK_BYTES:
                 self._tick()
 
