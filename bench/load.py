@@ -1,7 +1,7 @@
 """How fast a sharded checkpoint is read, and in how much memory, against what bounds it: `results/load.csv`.
 
 On CPU ranks of this machine, in turn in one run, medians over rounds; each time is that of the slowest rank. The
-checkpoint is a FLUX.2 klein of few blocks in bfloat16, made on first use in a scratch folder (2.3 GB).
+checkpoint is a FLUX.2 klein (9B) of few blocks in bfloat16, made on first use in a scratch folder (2.3 GB).
 
     in place   `reload` against a memcpy of the same bytes, and diffusers' sharded load and a copy to the same place
     fresh      `load` against diffusers' sharded load (which leaves colwise weights mapped to the file, so every page is
@@ -31,8 +31,8 @@ from tp_layers.group import Group
 from tp_layers.launch import Ranks
 from tp_layers.loader.report import LoadReport
 
-# As FLUX.2 klein, which has 5 and 20 blocks.
-CONFIG = {"num_attention_heads": 24, "joint_attention_dim": 7680, "num_layers": 2, "num_single_layers": 4}
+# As FLUX.2 klein of 9B parameters, which has 8 and 24 blocks.
+CONFIG = {"num_attention_heads": 32, "joint_attention_dim": 12288, "num_layers": 1, "num_single_layers": 2}
 MIB = 1 << 20
 # (measure, what is bound, against what, at most how many times)
 BOUNDS = [
