@@ -26,6 +26,8 @@ setup(
     extras_require={
         "diffusers": DIFFUSERS,
         "transformers": TRANSFORMERS,
+        # diffusers' own sharded load, which bench/load.py compares with, needs accelerate.
+        "bench": [*DIFFUSERS, "pytest-benchmark", "accelerate"],
         "test": [*DIFFUSERS, *TRANSFORMERS, "pytest", "pytest-benchmark", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["tp-layers = tp_layers.cli:main"]},

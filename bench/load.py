@@ -8,7 +8,7 @@ checkpoint is a FLUX.2 klein (9B) of few blocks in bfloat16, made on first use i
                looked at), and against the full model in every rank's memory and `apply`
     cold       the same without the page cache, against reading the files once in order
 
-Exits with 1 if a bound is missed. diffusers' sharded load needs `pip install accelerate`.
+Exits with 1 if a bound is missed. It needs `pip install '.[bench]'`.
 
     python bench/load.py [--sizes 2 4] [--rounds 5] [--folder /tmp/tp_layers_bench] [--output bench/results/load.csv]
 """
