@@ -1,5 +1,6 @@
 """The reader: which bytes of the file it asks for, no more than it must, and the memory it reads them into."""
 
+import itertools
 import os
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from read_case import SHAPES, SIZES, send, shard, values, write
+from read_case import SHAPES, SIZES, send, shard, values, ways, write
 from tp_layers.loader import read, staging
 from tp_layers.loader.index import Entry
 from tp_layers.loader.parts import parts_of
@@ -156,3 +157,18 @@ def test_what_lies_between_goes_to_one_buffer_as_long_as_the_widest_gap(tmp_path
     # Rank 1 of 4 holds 32 of each 128: 96 lie between them, 64 behind the second and 32 before the next row's first.
     assert {len(piece) for piece in others} == {4 * 32, 4 * 96, 4 * 64}
     assert len({id(piece.obj) for piece in others}) == 1 and len(others[0].obj) == 4 * 192
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+@pytest.mark.parametrize("case", ["rows of unequal blocks", "columns of unequal blocks", "the middle dim of three"])
+def test_no_byte_is_asked_for_twice(tmp_path, requests, through, way, case, dtype):
+    shape, spec = SHAPES[case]
+    full = values(shape, torch.float32)
+    entry = write(tmp_path, full)
+    through(way)
+    for rank in range(2):
+        requests.clear()
+        shard(entry, spec, rank, 2, dtype)
+        asked = sorted(requests)
+        assert all(offset + count <= after for (offset, count), (after, _) in itertools.pairwise(asked)), (rank, asked)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .staged import Staged, new_token, remove_unfinished
 from .target import weight_files
+from .unfinished import Unfinished, new_token, remove_unfinished
 from .write import Stored, TensorFile, sync_folder, write_bytes
 
 
@@ -29,13 +29,13 @@ class Writer:
         self.folder, self.files, self.configs = folder, files, configs
         self._stem, self._index = stem, f"{stem}.safetensors.index.json"
         self._token, self._infix = new_token(), ""
-        self._staged = Staged(folder, self._token)
+        self._unfinished = Unfinished(folder, self._token)
         self._file: TensorFile | None = None
         self._number = -1
 
     def start(self) -> None:
         """Makes the folders."""
-        self._staged.make()
+        self._unfinished.make()
         if weight_files(self.folder, self._stem):
             self._infix = f"-{self._token}"
 
@@ -43,7 +43,7 @@ class Writer:
         """Appends `full` to file `number`, as the next of its tensors."""
         if number != self._number:
             self._close()
-            self._file = TensorFile(self._staged.path / self.name(number), self.files[number], {"format": "pt"})
+            self._file = TensorFile(self._unfinished.path / self.name(number), self.files[number], {"format": "pt"})
             self._number = number
         assert self._file is not None
         self._file.append(full)
@@ -54,21 +54,21 @@ class Writer:
         names = [self.name(number) for number in range(len(self.files))]
         several = len(names) > 1
         for name, data in {**self.configs, **({self._index: self._index_of(names)} if several else {})}.items():
-            write_bytes(self._staged.path / name, data)
+            write_bytes(self._unfinished.path / name, data)
         for name in [*(names if several else []), *self.configs]:
-            self._staged.move(name)
+            self._unfinished.move(name)
         sync_folder(self.folder)
-        self._staged.move(self._index if several else names[0])
+        self._unfinished.move(self._index if several else names[0])
         if not several and (self.folder / self._index).exists():
             sync_folder(self.folder)
             (self.folder / self._index).unlink()
-        self._staged.keep()
+        self._unfinished.keep()
 
     def discard(self) -> None:
         """Removes what has been written, unless it is in use by now."""
         if self._file is not None:
             self._file.abandon()
-        self._staged.discard()
+        self._unfinished.discard()
 
     def clean(self) -> None:
         """Removes the files of earlier checkpoints, and what saves that were killed have left."""

@@ -12,8 +12,8 @@ from torch import nn
 from ..collectives import broadcast_text
 from ..group import Group
 from .snapshot import KEY, MANIFEST, VERSION
-from .staged import Staged, new_token, remove_unfinished
 from .steps import Steps
+from .unfinished import Unfinished, new_token, remove_unfinished
 from .write import Stored, TensorFile, by_width, sync_folder, write_bytes
 
 SHARDS = re.compile(r"tp_layers-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
@@ -37,7 +37,7 @@ def save_shards(
     steps = Steps(group, f"cannot write the shards to {folder}")
     steps.attempt(_write_own, model, own, stored, group)
     if not steps.failed() and group.rank == 0:
-        steps.attempt(_place, Staged(folder, token), names, configs)
+        steps.attempt(_place, Unfinished(folder, token), names, configs)
     # Where a rank has died, nobody knows whether rank 0 has named the files: they stay, for the next save to remove.
     steps.settle(undo=lambda: own.unlink(missing_ok=True))
     steps = Steps(group, f"the shards in {folder} are complete, but older files there could not be removed")
@@ -64,25 +64,25 @@ def _write_own(model: nn.Module, path: Path, stored: Sequence[Stored], group: Gr
     sync_folder(path.parent)
 
 
-def _place(staged: Staged, names: list[str], configs: dict[str, bytes]) -> None:
+def _place(unfinished: Unfinished, names: list[str], configs: dict[str, bytes]) -> None:
     """Makes the files the snapshot that is read; nothing has changed for readers if this fails."""
     for rank, name in enumerate(names):
-        if not (staged.folder / name).is_file():
+        if not (unfinished.folder / name).is_file():
             raise FileNotFoundError(
-                f"rank {rank} wrote {name}, which is not in {staged.folder} here: the folder must be one that all "
+                f"rank {rank} wrote {name}, which is not in {unfinished.folder} here: the folder must be one that all "
                 f"ranks share"
             )
     manifest = json.dumps({"version": VERSION, "size": len(names), "files": names}, indent=2) + "\n"
     try:
-        staged.make()
+        unfinished.make()
         for name, data in {**configs, MANIFEST: manifest.encode()}.items():
-            write_bytes(staged.path / name, data)
+            write_bytes(unfinished.path / name, data)
         for name in configs:
-            staged.move(name)
-        sync_folder(staged.folder)
-        staged.move(MANIFEST)
+            unfinished.move(name)
+        sync_folder(unfinished.folder)
+        unfinished.move(MANIFEST)
     except BaseException:
-        staged.discard()
+        unfinished.discard()
         raise
 
 

@@ -6,7 +6,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-UNFINISHED = re.compile(r"\.tp_layers-[0-9a-f]{8}\.tmp")
+LEFT_OVER = re.compile(r"\.tp_layers-[0-9a-f]{8}\.tmp")
 
 
 def new_token() -> str:
@@ -14,7 +14,7 @@ def new_token() -> str:
     return uuid.uuid4().hex[:8]
 
 
-class Staged:
+class Unfinished:
     """A hidden folder at `path` inside the final `folder`, whose complete files are moved out one by one."""
 
     def __init__(self, folder: Path, token: str) -> None:
@@ -48,5 +48,5 @@ class Staged:
 def remove_unfinished(folder: Path) -> None:
     """Removes what saves to `folder` have not moved, this one's hidden folder and those of saves that were killed."""
     for path in folder.iterdir():
-        if UNFINISHED.fullmatch(path.name):
+        if LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path)
