@@ -1,5 +1,6 @@
 """`load` and `reload` of sharded snapshots: at the size they were saved at, and cut anew at any other."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from families import FAMILIES, run
 from refused import refused
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
+from tp_layers.loader.parts import parts_of
+from tp_layers.loader.snapshot import read_snapshot
 from tp_layers.plans.shard import sharding_of
+from tp_layers.plans.spec import ShardSpec
 
 SIZES = {"one rank": 1, "two ranks": 2, "four ranks": 4}
 ONE = Group()
@@ -98,3 +102,16 @@ def test_a_snapshot_has_no_variants(ranks, tmp_path):
     ranks(2, snapshot, "Toy", tmp_path / "full", tmp_path / "shards")
     with pytest.raises(ValueError, match="sharded snapshot, which has no variants, so none called 'fp16'"):
         tp_layers.load(Toy, tmp_path / "shards", plan=PLAN, variant="fp16", group=ONE)
+
+
+def test_a_dim_may_be_counted_from_the_end(ranks, tmp_path):
+    (tmp_path / "full").mkdir()
+    save_toy(tmp_path / "full")
+    ranks(2, snapshot, "Toy", tmp_path / "full", tmp_path / "shards")
+    stored = read_snapshot(tmp_path / "shards")["down.weight"]
+    from_the_end = replace(stored, spec=ShardSpec(-1, stored.spec.blocks))
+    for size in (1, 2, 4):
+        wanted = parts_of(stored, ShardSpec(1, (8,)), 0, size)
+        assert wanted == parts_of(stored, ShardSpec(-1, (8,)), 0, size)
+        assert wanted == parts_of(from_the_end, ShardSpec(1, (8,)), 0, size)
+    assert parts_of(stored, None, 1, 2) == parts_of(from_the_end, None, 1, 2) == parts_of(stored, None, 0, 1)

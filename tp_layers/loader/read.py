@@ -73,7 +73,7 @@ class Reader:
         self._open: tuple[Path, int] | None = None
         # The current job, and what had been requested before it; the last tick, in bytes and seconds.
         self._number, self._before = 0, 0
-        self._ticked, self._when = 0, time.monotonic()
+        self._ticked, self._when, self._disk = 0, time.monotonic(), False
 
     def run(self) -> None:
         """Carries out the jobs."""
@@ -168,7 +168,9 @@ class Reader:
 
     def _tick(self) -> None:
         count, now = self.requested - self._ticked, time.monotonic()
-        if count < (now - self._when) * DISK_RATE:
+        # What has been announced then comes as fast as memory: one slow tick tells.
+        self._disk = self._disk or count < (now - self._when) * DISK_RATE
+        if self._disk:
             wanted = self.jobs[self._number].part.requested(CALL_BYTES)
             self._ahead.reached(self._number, (self.requested - self._before) / wanted)
         self.tick(count)
