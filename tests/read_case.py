@@ -1,6 +1,7 @@
 """A file of one tensor, the shard of it that the reader gives, and the ways through the reader."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,10 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def write(folder: Path, tensor: torch.Tensor, before: int = 0) -> Entry:
-    """The entry of `tensor`, the only other bytes of its file being `before` and three after it."""
+    """The entry of `tensor`, the only other bytes of its file being `before` and three after it.
+
+    It does not say which file it is of, so that a test may spoil the file.
+    """
     sizes = {"before": before, "x": tensor.numel() * tensor.element_size(), "after": 3}
     header, offset = {}, 0
     for name, size in sizes.items():
@@ -83,7 +87,7 @@ def write(folder: Path, tensor: torch.Tensor, before: int = 0) -> Entry:
     file = folder / "x.safetensors"
     data = bytes([0xAA] * before) + bits(tensor).numpy().tobytes() + bytes([0xAA] * 3)
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return read_header(file)["x"]
+    return replace(read_header(file)["x"], identity=None)
 
 
 def shard(entry: Entry, spec: ShardSpec | None, rank: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:

@@ -1,6 +1,8 @@
 """One rank that cannot, or that differs, ends `apply` and `load` on all ranks, within seconds and with the reason."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import tp_layers
 from close import randomise
 from families import FAMILIES
 from pair import PLAN, Pair
+from tp_layers.agree import Alarm, agreed
 from tp_layers.group import Group
 from tp_layers.loader.read import Job, Reader
 
@@ -80,10 +83,10 @@ def unreadable(group: Group, folder: str) -> str:
 def test_load_ends_on_every_rank(ranks, tmp_path):
     FAMILIES["Flux2Transformer2DModel"].build().save_pretrained(tmp_path)
     missing = ranks(2, load_message, str(tmp_path), str(tmp_path / "missing"))
-    assert missing[0].startswith("ValueError: rank 1 of 2 failed: FileNotFoundError")
+    assert missing[0].startswith("OtherRankError: rank 1 of 2 failed: FileNotFoundError")
     assert missing[1].startswith("FileNotFoundError")
     read = ranks(2, unreadable, str(tmp_path))
-    assert read[0].startswith("ValueError: rank 1 of 2 failed: OSError: cannot read 'proj_out")
+    assert read[0].startswith("OtherRankError: rank 1 of 2 failed: OSError: cannot read 'proj_out")
     assert read[1].startswith("OSError: cannot read 'proj_out")
 
 
@@ -114,3 +117,84 @@ def test_ranks_with_other_files_are_refused(ranks, tmp_path, again):
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "several", max_shard_size="100KB")
     assert all(DIFFERS in said for said in ranks(2, other_checkpoint, tmp_path, again))
+
+
+def alone(group: Group, folder: Path, given: dict[str, Any], call: str) -> str:
+    """Rank 1 alone is given an argument that cannot be right."""
+    given = given if group.rank == 1 else {}
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+        if call == "load":
+            tp_layers.load(Flux2Transformer2DModel, folder, group=group, **given)
+        else:
+            tp_layers.apply(FAMILIES["Flux2Transformer2DModel"].build(), group=group, **given)
+    return str(error.value)
+
+
+ALONE = {
+    "a backend there is none of": {"backend": "trition"},
+    "a device there is none of": {"device": "cuda:7"},
+    "no dtype": {"dtype": torch.int8},
+    "an argument that cannot be kept": {"device_map": "auto"},
+    "an unknown argument": {"variat": "fp16"},
+    "a mapping onto another device": {"mmap": True, "device": "meta"},
+    "another dtype of the sums": {"reduce_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("given", ALONE)
+def test_an_argument_of_one_rank_is_told_to_all_before_anything_is_read(ranks, tmp_path, given):
+    FAMILIES["Flux2Transformer2DModel"].build().save_pretrained(tmp_path)
+    said = ranks(2, alone, tmp_path, ALONE[given], "load")
+    assert "rank 1 of 2 failed: " in said[0] or DIFFERS in said[0]
+
+
+@pytest.mark.parametrize("given", ["a backend there is none of", "another dtype of the sums"])
+def test_an_option_of_one_rank_is_told_to_all_before_anything_is_sharded(ranks, tmp_path, given):
+    said = ranks(2, alone, tmp_path, ALONE[given], "apply")
+    assert "rank 1 of 2 failed: " in said[0] or DIFFERS in said[0]
+
+
+def same_layout(group: Group, folders: list[Path], again: bool) -> tuple[str, str]:
+    """Rank 1 reads another checkpoint of the same layout: a stale copy, or a link that was moved meanwhile."""
+    model = tp_layers.load(Flux2Transformer2DModel, folders[0], group=group)
+    with pytest.raises(ValueError) as error:
+        if again:
+            tp_layers.reload(model, folders[group.rank])
+        else:
+            tp_layers.load(Flux2Transformer2DModel, folders[group.rank], group=group)
+    try:
+        tp_layers.save(model, folders[0] / "again")
+    except ValueError as problem:
+        return str(error.value), str(problem)
+    return str(error.value), ""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["load", "reload"])
+def test_ranks_that_read_other_values_are_refused(ranks, tmp_path, again):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for seed, folder in enumerate(folders):
+        randomise(FAMILIES["Flux2Transformer2DModel"].build(), seed).save_pretrained(folder)
+    for said, saving in ranks(2, same_layout, folders, again):
+        assert "the ranks hold different values of" in said and ("of two checkpoints" in saving) == again
+
+
+def nested(group: Group) -> str:
+    """Rank 2 fails; the others hear of it by the alarm, one after the other."""
+    alarm = Alarm(group)
+    alarm._next = 0.0
+
+    def work() -> None:
+        if group.rank == 2:
+            raise OSError("disk gone")
+        while True:
+            time.sleep(0.01)
+            alarm.check()
+
+    with pytest.raises((OSError, ValueError)) as error:
+        agreed(group, work, alarm=alarm)
+    return str(error.value)
+
+
+def test_every_rank_is_told_by_the_one_it_happened_on(ranks):
+    told = "rank 2 of 4 failed: OSError: disk gone"
+    assert ranks(4, nested) == [told, told, "disk gone", told]

@@ -10,7 +10,7 @@ import torch
 
 from read_case import SHAPES, SIZES, bits, send, shard, values, ways, write
 from tp_layers.loader import parts, read
-from tp_layers.loader.index import DTYPES, Entry
+from tp_layers.loader.index import DTYPES, Entry, read_header
 from tp_layers.plans.spec import Range, ShardSpec
 
 
@@ -188,3 +188,33 @@ def test_the_caller_hears_of_every_byte_and_can_end_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another rank failed"):
         read.read_shards([job], 1, stop)
     assert (target[1:] == 3).all()
+
+
+def overwrite(file: Path) -> None:
+    """Another content in the same place, as `cp` leaves it."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(file, ns=(0, 0))
+
+
+def test_a_file_that_was_written_to_since_its_header_was_read_is_refused(tmp_path):
+    entry = read_header(write(tmp_path, values((8, 6), torch.float32)).file)["x"]
+    job = read.Job("x", parts.whole(entry), torch.empty(8, 6))
+    assert read.read_shards([job], 0) == 192
+    overwrite(entry.file)
+    with pytest.raises(OSError, match=r"rank 0 cannot read 'x' at offset \d+ of .*: it is not the file whose header"):
+        read.read_shards([job], 0)
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    entry = read_header(write(tmp_path, values((8, 6), torch.float32)).file)["x"]
+    system = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = system(descriptor, buffers, offset)
+        overwrite(entry.file)
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match=r"rank 3 cannot read 'x' at .*: the file was written to while it was read"):
+        read.read_shards([read.Job("x", parts.whole(entry), torch.empty(8, 6))], 3)

@@ -3,17 +3,23 @@
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from .collectives import broadcast_text, gather_objects
+from .collectives import broadcast_text, gather_objects, largest
 from .group import Group
 from .plans.resolve import Resolved
 from .plans.styles import label
 
+SAMPLES = 64
 Result = TypeVar("Result")
+
+
+class OtherRankError(ValueError):
+    """Another rank has failed: this one only heard of it."""
 
 
 class Alarm:
@@ -36,12 +42,12 @@ class Alarm:
             self._store.set(self._key, message)
 
     def check(self) -> None:
-        """Raises ValueError if another rank has rung; looks every `SECONDS`."""
+        """Raises `OtherRankError` if another rank has rung; looks every `SECONDS`."""
         if self._store is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self.SECONDS
         if self._store.check([self._key]):
-            raise ValueError(self._store.get(self._key).decode())
+            raise OtherRankError(self._store.get(self._key).decode())
 
 
 def agreed(
@@ -63,6 +69,9 @@ def agreed(
     try:
         result = function()
         found = (None, facts(result))
+    except OtherRankError as heard:
+        # It is told by the rank it happened on.
+        error, found = heard, (None, None)
     except Exception as raised:
         error, found = raised, (f"{type(raised).__name__}: {raised}", None)
         if alarm is not None:
@@ -70,9 +79,10 @@ def agreed(
     everyone = gather_objects(found, group)
     if error is not None:
         raise error
-    for rank, (problem, others) in enumerate(everyone):
+    for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
-            raise ValueError(f"rank {rank} of {group.size} failed: {problem}")
+            raise OtherRankError(f"rank {rank} of {group.size} failed: {problem}")
+    for rank, (_, others) in enumerate(everyone):
         if others != found[1]:
             raise ValueError(
                 f"rank {rank} of {group.size} has another model, checkpoint, plan or size than rank {group.rank}"
@@ -86,3 +96,33 @@ def fingerprint(model: nn.Module, resolved: Resolved, others: Sequence[str] = ()
     parts += [f"{path}: {label(style)}" for path, style in resolved.styles.items()]
     parts += [f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def require_equal(tensors: Mapping[str, torch.Tensor], group: Group) -> None:
+    """The ranks hold the same whole `tensors`, as far as a sample of each one's elements tells. None may be empty.
+
+    Ranks with other weights would each contribute a shard of another model, and the output still looks sane.
+
+    Raises:
+        ValueError: one differs, on every rank.
+    """
+    names = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    if not names or group.process_group is None:
+        return
+    digests = torch.stack([_digest(tensors[name]).to(group.device) for name in names])
+    # The maximum of d and of -d agree where all ranks have the same d.
+    highest, lowest = largest(digests, group), -largest(-digests, group)
+    differing = (highest != lowest).nonzero()
+    if differing.numel():
+        raise ValueError(
+            f"the ranks hold different values of '{names[int(differing[0])]}': load the same checkpoint on every rank, "
+            f"or seed alike before building the model"
+        )
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    flat = parameter.detach().flatten()
+    # An odd stride, or a weight of SAMPLES rows would be compared in its first column alone.
+    # Infinities of both signs must not add up to a NaN, which equals nothing.
+    sample = flat[:: flat.numel() // SAMPLES | 1].double().nan_to_num(0.5, 1e300, -1e300)
+    return (sample * torch.arange(1, sample.numel() + 1, device=sample.device)).sum()

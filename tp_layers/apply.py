@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .agree import agreed, fingerprint
-from .collectives import largest
+from .agree import agreed, fingerprint, require_equal
 from .group import Group, GroupLike
 from .layers.options import Options
 from .plans.refuse import refuse, refuse_planned
@@ -18,7 +17,6 @@ from .plans.shard import shard_model, watch_gradients
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
-SAMPLES = 64
 
 
 def apply(
@@ -50,48 +48,21 @@ def apply(
             (see `refuse`, `refuse_planned`), the ranks hold different models, plans or weights, or another rank raises.
             The model is as it was.
     """
-    options, group = Options(backend, reduce_dtype, copy), Group.of(group)
-    resolved = agreed(group, lambda: _checked(model, plan, group, check), lambda found: fingerprint(model, found))
-    _require_equal(model, group)
+    group = Group.of(group)
+
+    def prepare() -> tuple[Resolved, Options, str]:
+        options = Options(backend, reduce_dtype, copy)
+        # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
+        refuse(model)
+        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+        refuse_planned(model, resolved)
+        return resolved, options, fingerprint(model, resolved, [options.common])
+
+    resolved, options, _ = agreed(group, prepare, lambda found: found[2])
+    require_equal(dict(model.named_parameters()), group)
     shard_model(model, resolved, group, options)
     watch_gradients(model, resolved, group)
     for note in resolved.notes:
         logger.warning("%s", note)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
     return model
-
-
-def _checked(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, check: bool) -> Resolved:
-    # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
-    refuse(model)
-    resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
-    refuse_planned(model, resolved)
-    return resolved
-
-
-def _require_equal(model: nn.Module, group: Group) -> None:
-    """Raises if a sample of some parameter's elements differs between ranks.
-
-    Ranks with other random weights would each contribute a shard of another model, and the output still looks sane.
-    """
-    names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    if not names:
-        return
-    parameters = dict(model.named_parameters())
-    digests = torch.stack([_digest(parameters[name]) for name in names]).to(group.device)
-    # The maximum of d and of -d agree where all ranks have the same d.
-    highest, lowest = largest(digests, group), -largest(-digests, group)
-    differing = (highest != lowest).nonzero()
-    if differing.numel():
-        raise ValueError(
-            f"the ranks hold different values of '{names[int(differing[0])]}': load the same checkpoint on every rank, "
-            f"or seed alike before building the model"
-        )
-
-
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    flat = parameter.detach().flatten()
-    # An odd stride, or a weight of SAMPLES rows would be compared in its first column alone.
-    # Infinities of both signs must not add up to a NaN, which equals nothing.
-    sample = flat[:: flat.numel() // SAMPLES | 1].double().nan_to_num(0.5, 1e300, -1e300)
-    return (sample * torch.arange(1, sample.numel() + 1, device=sample.device)).sum()

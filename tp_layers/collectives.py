@@ -153,7 +153,7 @@ def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
 def largest(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The element-wise maximum of the ranks' `x`, as a new tensor."""
     x = x.clone()
-    if group.size > 1 and x.numel():
+    if group.size > 1 and group.process_group is not None and x.numel():
         dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
     return x
 

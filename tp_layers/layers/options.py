@@ -30,6 +30,11 @@ class Options:
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"reduce_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
 
+    @property
+    def common(self) -> str:
+        """What all ranks must have alike: a collective needs one dtype. Backends may differ."""
+        return f"reduced in {self.reduce_dtype}"
+
 
 def is_wide_float(dtype: Any) -> bool:
     """Whether it is a floating-point dtype that can be computed in, which float8 is not."""

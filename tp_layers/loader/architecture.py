@@ -11,10 +11,15 @@ from torch import nn
 def difference(model: nn.Module, there: dict[str, Any], here: dict[str, Any], notes: Collection[str] = ()) -> str:
     """How the config found `there` differs from the one the model writes `here`; empty if only in notes.
 
-    Notes are paths, the versions of libraries, and the keys in `notes`.
+    Notes are paths, the versions of libraries, what a transformers config says of running and of generating, and the
+    keys in `notes`. A base class of the model's own is no difference.
     """
-    old, new = _essence({**_defaults(model), **there}, notes), _essence(here, notes)
-    for key in [*new, *(key for key in there if key in old)]:
+    if there.get("_class_name") in [base.__name__ for base in type(model).__mro__]:
+        there = there | {"_class_name": type(model).__name__}
+    old, new = (_essence(it, notes) for it in (_completed(model, there), _completed(model, here)))
+    # A transformers config says all its class knows of: what the other lacks comes from elsewhere.
+    keys = [key for key in new if key in old] if hasattr(model, "_from_config") else [*new, *old]
+    for key in keys:
         if key not in old or key not in new or old[key] != new[key]:
             found, own = (repr(config.get(key, "nothing")) for config in (old, new))
             return f"'{key}' is {found} there, {own} here"
@@ -28,11 +33,24 @@ def _essence(config: Any, notes: Collection[str]) -> Any:
     return {key: _essence(config[key], notes) for key in named if key not in ("transformers_version", *notes)}
 
 
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """What a diffusers config means by a key it lacks: a published one is often older than an argument of its class."""
-    if not hasattr(model, "save_config"):
-        return {}
-    parameters = inspect.signature(type(model).__init__).parameters.values()
-    known = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
-    # As a file would have them: lists for tuples.
-    return json.loads(json.dumps(known, default=str))
+def _completed(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with all that it leaves unsaid: a published one is often older than an argument of its class."""
+    if hasattr(model, "save_config"):
+        parameters = inspect.signature(type(model).__init__).parameters.values()
+        known = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
+        # As a file would have them: lists for tuples.
+        return {**json.loads(json.dumps(known, default=str)), **config}
+    if hasattr(model, "_from_config"):
+        return _of_transformers(type(model.config).from_dict(dict(config)).to_dict())
+    return config
+
+
+def _of_transformers(config: Any) -> Any:
+    """Without what any model's config has, and what generation uses. The dtype says how weights are stored."""
+    from transformers import GenerationConfig, PreTrainedConfig
+
+    if not isinstance(config, dict):
+        return config
+    general = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "use_cache"} - {"dtype"}
+    kept = [key for key in config if key not in general and not key.endswith("_token_id")]
+    return {key: _of_transformers(config[key]) for key in kept}

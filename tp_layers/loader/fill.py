@@ -66,6 +66,11 @@ def jobs_of(model: nn.Module, parts: Parts) -> list[Job]:
     return [Job(name, part, state[name]) for name, part in parts]
 
 
+def whole_tensors(model: nn.Module, specs: Mapping[str, ShardSpec]) -> dict[str, torch.Tensor]:
+    """What every rank has read whole, in which a checkpoint that is another on some rank shows."""
+    return {name: it for name, it in model.state_dict().items() if name not in specs and it.numel()}
+
+
 def fill(jobs: list[Job], group: Group, alarm: Alarm, meter: Meter) -> int:
     """Reads all `jobs` and returns the bytes requested, with a progress bar; ends when another rank fails."""
     look = time.monotonic()

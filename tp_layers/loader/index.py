@@ -39,14 +39,15 @@ DTYPES = {
 class Entry:
     """One tensor: its file, dtype, shape, and the offset of its first byte in the file.
 
-    `identity` is the file's own, where the header was read: another file under its name has other offsets.
+    `identity` is the file's own, where the header was read: another under its name, or another content, has other
+    offsets.
     """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    identity: tuple[int, int] | None = None
+    identity: tuple[int, ...] | None = None
 
 
 def read_index(folder: Path, variant: str | None = None) -> dict[str, Entry]:
@@ -109,10 +110,10 @@ def _read_several(index: Path) -> dict[str, Entry]:
     return entries
 
 
-def identity(descriptor: int) -> tuple[int, int]:
-    """What tells an open file from any other, whatever their names."""
+def identity(descriptor: int) -> tuple[int, ...]:
+    """What tells an open file from any other, and from what it was before it was written to."""
     status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_header(file: Path) -> dict[str, Entry]:

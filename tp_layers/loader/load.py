@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
-from ..agree import Alarm, agreed, fingerprint
+from ..agree import Alarm, agreed, fingerprint, require_equal
 from ..group import Group, GroupLike
 from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
@@ -16,7 +16,7 @@ from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
 from ..plans.shard import shard_model, watch_gradients
 from .build import build, check_keys, set_dtypes
-from .fill import allocate, fill, jobs_of, needed_parts
+from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
 from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
@@ -34,6 +34,17 @@ REFUSED = {
     "use_flashpack": "FlashPack files cannot be read in slices; use the safetensors weights",
     "use_safetensors": "only safetensors files can be read in slices; drop it",
 }
+
+
+class _Prepared(NamedTuple):
+    """What is known before a tensor is made; `common` must be the same on all ranks."""
+
+    model: nn.Module
+    resolved: Resolved
+    parts: Parts
+    options: Options
+    place: torch.device
+    common: str
 
 
 def load(
@@ -79,31 +90,33 @@ def load(
         FileNotFoundError: there is no such folder, or no safetensors weights in it.
         OSError: a file cannot be read, or ends early.
     """
-    _refuse_arguments(refused)
-    if dtype is not None and not is_wide_float(dtype):
-        raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-    options, group = Options(backend, reduce_dtype), Group.of(group)
-    device = group.device if device is None else torch.device(device)
-    if mmap and device.type != "cpu":
-        raise ValueError(f"mmap=True maps weights into CPU memory, not onto {device}: drop it")
-    meter = Meter(device)
+    group, meter = Group.of(group), Meter()
 
-    def prepare() -> tuple[Model, Parts, Resolved, str]:
+    def prepare() -> _Prepared:
+        _refuse_arguments(refused)
+        if dtype is not None and not is_wide_float(dtype):
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
+        options, place = Options(backend, reduce_dtype), _place(group.device if device is None else device)
+        if mmap and place.type != "cpu":
+            raise ValueError(f"mmap=True maps weights into CPU memory, not onto {place}: drop it")
+        meter.watch(place)
         folder = find_folder(path, subfolder, variant, revision)
         model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
         refuse_planned(model, resolved)
         parts = needed_parts(model, sources, resolved.specs, group)
-        return model, parts, resolved, fingerprint(model, resolved, contents(sources))
+        common = fingerprint(model, resolved, [options.common, *contents(sources)])
+        return _Prepared(model, resolved, parts, options, place, common)
 
     with meter.phase("preparing"):
-        model, parts, resolved, _ = agreed(group, prepare, lambda found: found[3])
+        model, resolved, parts, options, place, _ = agreed(group, prepare, lambda found: found.common)
         shard_model(model, resolved, group, options)
     with meter.phase("allocating"):
-        parts = agreed(group, lambda: allocate(model, parts, device, mmap))
+        parts = agreed(group, lambda: allocate(model, parts, place, mmap))
     jobs, alarm = jobs_of(model, parts), Alarm(group)
     with meter.phase("reading"):
         requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
+    require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
     name_model(model, path)
     for note in resolved.notes:
@@ -111,6 +124,13 @@ def load(
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
     return (model, done) if report else model
+
+
+def _place(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"there is no device {device!s} for the shards: {error}") from error
 
 
 def describe_checkpoint(

@@ -49,7 +49,7 @@ def _map(part: Part) -> torch.UntypedStorage:
     """All of a file, copied page by page where it is written to."""
     with open(part.entry.file, "rb") as file:
         if part.entry.identity not in (None, identity(file.fileno())):
-            raise OSError(f"{part.entry.file}: another file has taken its place since its header was read")
+            raise OSError(f"{part.entry.file}: it is not the file whose header was read, or was written to since")
         size = file.seek(0, 2)
     storage = torch.UntypedStorage.from_file(str(part.entry.file), shared=False, nbytes=size)
     return cast(torch.UntypedStorage, storage)

@@ -12,7 +12,6 @@ same way. Reads, not mappings: a file cut short under a mapping ends the process
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -70,7 +69,7 @@ class Reader:
         self.requested = 0
         self._ahead = Ahead([job.part for job in jobs])
         self._staging = Staging()
-        self._open: tuple[Path, int] | None = None
+        self._open: tuple[Job, int] | None = None
         # The current job, and what had been requested before it; the last tick, in bytes and seconds.
         self._number, self._before = 0, 0
         self._ticked, self._when, self._disk = 0, time.monotonic(), False
@@ -80,6 +79,7 @@ class Reader:
         for number, job in enumerate(self.jobs):
             self._number, self._before = number, self.requested
             self.read(job)
+        self._finish_file()
         self.tick(self.requested - self._ticked)
 
     def read(self, job: Job) -> None:
@@ -110,15 +110,23 @@ class Reader:
             os.close(self._open[1])
             self._open = None
 
+    def _finish_file(self) -> None:
+        """Closes the file that was read, which must be what it was at first: the reads before may be of another."""
+        if self._open is not None:
+            job, file = self._open
+            if job.part.entry.identity not in (None, identity(file)):
+                raise self._told(job, job.part.entry.offset, "the file was written to while it was read")
+            self._close_file()
+
     def _descriptor(self, job: Job) -> int:
         # Files are visited in order, so one is open at a time.
         entry = job.part.entry
-        if self._open is None or self._open[0] != entry.file:
-            self._close_file()
+        if self._open is None or self._open[0].part.entry.file != entry.file:
+            self._finish_file()
             try:
-                self._open = (entry.file, os.open(entry.file, os.O_RDONLY))
+                self._open = (job, os.open(entry.file, os.O_RDONLY))
                 if entry.identity not in (None, identity(self._open[1])):
-                    raise OSError("another file has taken its place since its header was read")
+                    raise OSError("it is not the file whose header was read, or was written to since")
             except OSError as error:
                 raise self._told(job, entry.offset, error) from error
         return self._open[1]

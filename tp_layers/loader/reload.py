@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..agree import Alarm, agreed
+from ..agree import Alarm, agreed, fingerprint, require_equal
 from .architecture import difference
 from .build import check_keys
 from .checked import mark_half_loaded, require_unchanged, sharding_to_use
-from .fill import fill, jobs_of, needed_parts
+from .fill import fill, jobs_of, needed_parts, whole_tensors
 from .folder import find_folder, naming, read_config
 from .parts import Parts
 from .pretrained import is_pretrained, name_model
@@ -50,16 +50,18 @@ def reload(
             nothing has been read yet; or another rank fails.
         FileNotFoundError: there is no such folder, or no safetensors weights in it.
         OSError: a file cannot be read, or ends early. If any rank fails while it reads, the model is of both
-            checkpoints, and refuses to run and to be saved until it has been reloaded.
+            checkpoints, and refuses to be called and to be saved until it has been reloaded.
     """
     # torch.compile(model) is a module around the model itself.
     inner = getattr(model, "_orig_mod", model)
     sharding = sharding_to_use(inner)
     group = sharding.group
-    meter = Meter(next(inner.parameters(), torch.empty(0)).device)
+    meter = Meter()
 
-    def prepare() -> tuple[Parts, list[str]]:
+    def prepare() -> tuple[Parts, str]:
         require_unchanged(inner, sharding)
+        _require_writable(inner)
+        meter.watch(next(inner.parameters(), torch.empty(0)).device)
         folder = find_folder(path, subfolder, variant, revision)
         _require_same_architecture(inner, folder)
         entries, specs = read_sources(folder, variant), sharding.resolved.specs
@@ -67,7 +69,7 @@ def reload(
             if is_pretrained(inner):
                 entries = rename_entries(inner, entries)
             parts = needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
-        return parts, contents(entries)
+        return parts, fingerprint(inner, sharding.resolved, contents(entries))
 
     with meter.phase("preparing"):
         parts, _ = agreed(group, prepare, lambda found: found[1])
@@ -75,21 +77,33 @@ def reload(
     try:
         with meter.phase("reading"):
             requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
+        require_equal(whole_tensors(inner, sharding.resolved.specs), group)
     except BaseException as error:
         mark_half_loaded(inner, f"{type(error).__name__}: {error}")
         raise
     mark_half_loaded(inner, None)
-    name_model(inner, path)
+    if is_pretrained(inner) or hasattr(inner, "register_to_config"):
+        name_model(inner, path)
     done = meter.report(group.rank, group.size, inner, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
     return (model, done) if report else model
 
 
+def _require_writable(model: nn.Module) -> None:
+    """Every tensor can be read into where it is."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"'{name}' is not contiguous, so no file can be read into it: load the checkpoint instead")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"'{name}' was made under torch.inference_mode(): reload under it too")
+
+
 def _require_same_architecture(model: nn.Module, folder: Path) -> None:
     """Weights of the same shapes mean something else to a model with other heads or another epsilon."""
     written = config_files(model).get(CONFIG)
+    if written is None:
+        return
     # The dtype a transformers model was loaded in last is none of its architecture.
-    found = read_config(folder)
-    differing = difference(model, found, json.loads(written), ("dtype", "torch_dtype")) if written else ""
+    differing = difference(model, read_config(folder), json.loads(written), ("dtype", "torch_dtype"))
     if differing:
         raise ValueError(f"the checkpoint in {folder} is of another architecture: {differing}")

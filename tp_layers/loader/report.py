@@ -4,7 +4,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,20 +68,21 @@ def anonymous_bytes() -> int:
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
-@dataclass
 class Meter:
     """Seconds of each phase, and the most memory seen beyond what there was at first."""
 
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_host: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peak_host = 0
         self._started, self._host = time.monotonic(), anonymous_bytes()
-        self._device = 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._device = torch.cuda.memory_allocated(self.device)
+        self.device, self._allocated = torch.device("cpu"), 0
+
+    def watch(self, device: torch.device) -> None:
+        """Takes note of the memory of `device` from now on."""
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._allocated = torch.cuda.memory_allocated(device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -98,7 +99,7 @@ class Meter:
     def report(self, rank: int, size: int, model: nn.Module, needed: int, requested: int) -> LoadReport:
         """The report of what was done until now."""
         self.look()
-        peak = torch.cuda.max_memory_allocated(self.device) - self._device if self.device.type == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated(self.device) - self._allocated if self.device.type == "cuda" else 0
         return LoadReport(
             rank=rank,
             size=size,
