@@ -31,7 +31,7 @@ class Writer:
         self._token, self._infix = new_token(), ""
         self._unfinished = Unfinished(folder, self._token)
         self._file: TensorFile | None = None
-        self._number = -1
+        self._number, self._index_bytes = -1, b""
 
     def start(self) -> None:
         """Makes the folders."""
@@ -53,7 +53,9 @@ class Writer:
         self._close()
         names = [self.name(number) for number in range(len(self.files))]
         several = len(names) > 1
-        for name, data in {**self.configs, **({self._index: self._index_of(names)} if several else {})}.items():
+        if several:
+            self._index_bytes = self._index_of(names)
+        for name, data in {**self.configs, **({self._index: self._index_bytes} if several else {})}.items():
             write_bytes(self._unfinished.path / name, data)
         for name in [*(names if several else []), *self.configs]:
             self._unfinished.move(name)
@@ -71,9 +73,17 @@ class Writer:
         self._unfinished.discard()
 
     def clean(self) -> None:
-        """Removes the files of earlier checkpoints, and what saves that were killed have left."""
+        """Removes the files of earlier checkpoints, and what saves that were killed have left.
+
+        Neither if another save has put its own in place meanwhile, as it can on a file system without locks: nothing
+        of it may be removed.
+        """
         sync_folder(self.folder)
         names = {self.name(number) for number in range(len(self.files))}
+        index = self.folder / self._index
+        if index.exists() != (len(names) > 1) or (index.exists() and index.read_bytes() != self._index_bytes):
+            self._unfinished.discard()
+            return
         if len(names) > 1:
             names.add(self._index)
         for name in weight_files(self.folder, self._stem):

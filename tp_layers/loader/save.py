@@ -9,6 +9,7 @@ from torch import nn
 from ..agree import agreed
 from ..plans.shard import Sharding
 from .checked import require_one_checkpoint, require_unchanged, sharding_to_use
+from .lock import SaveLock
 from .sharded import save_shards
 from .target import check_target, config_files
 from .whole import save_whole
@@ -39,14 +40,14 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
     Raises:
         ValueError: on every rank, before anything is written: on some rank the model is not sharded by this package or
             was changed since, a dtype cannot be stored, or an argument does not fit; or the folder has another model,
-            or a checkpoint of the other kind.
+            or a checkpoint of the other kind, or another save is writing to it, such as a replica's.
         OSError: on every rank: on one, which is named, something could not be written, or got ready to be sent.
         RuntimeError: a rank died (torch.distributed's own error).
     """
     # torch.compile(model) is a module around the model itself.
     model = getattr(model, "_orig_mod", model)
     sharding, folder = sharding_to_use(model), Path(path)
-    group = sharding.group
+    group, lock = sharding.group, SaveLock(Path(path))
 
     def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
         if sharded and max_shard_size is not None:
@@ -57,15 +58,17 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
         stored, configs = _stored(model, sharding), {}
         files = [stored] if sharded else _plan_files(stored, limit)
         if group.rank == 0:
+            lock.take()
             configs = config_files(model)
             check_target(model, folder, configs, sharded=sharded)
         return files, configs
 
-    files, configs = agreed(group, prepare, lambda found: _digest(sharded, found[0]))
-    if sharded:
-        save_shards(model, folder, files[0], configs, group)
-    else:
-        save_whole(model, folder, files, configs, group)
+    with lock:
+        files, configs = agreed(group, prepare, lambda found: _digest(sharded, found[0]))
+        if sharded:
+            save_shards(model, folder, files[0], configs, group)
+        else:
+            save_whole(model, folder, files, configs, group)
 
 
 def parse_size(size: int | str) -> int:

@@ -42,7 +42,7 @@ def save_shards(
     steps.settle(undo=lambda: own.unlink(missing_ok=True))
     steps = Steps(group, f"the shards in {folder} are complete, but older files there could not be removed")
     if group.rank == 0:
-        steps.attempt(_clean, folder, names)
+        steps.attempt(_clean, Unfinished(folder, token), names)
     steps.settle()
 
 
@@ -72,10 +72,9 @@ def _place(unfinished: Unfinished, names: list[str], configs: dict[str, bytes]) 
                 f"rank {rank} wrote {name}, which is not in {unfinished.folder} here: the folder must be one that all "
                 f"ranks share"
             )
-    manifest = json.dumps({"version": VERSION, "size": len(names), "files": names}, indent=2) + "\n"
     try:
         unfinished.make()
-        for name, data in {**configs, MANIFEST: manifest.encode()}.items():
+        for name, data in {**configs, MANIFEST: _manifest(names)}.items():
             write_bytes(unfinished.path / name, data)
         for name in configs:
             unfinished.move(name)
@@ -86,9 +85,21 @@ def _place(unfinished: Unfinished, names: list[str], configs: dict[str, bytes]) 
         raise
 
 
-def _clean(folder: Path, names: list[str]) -> None:
-    """Removes the files of earlier snapshots, and what saves that were killed have left."""
+def _manifest(names: list[str]) -> bytes:
+    return (json.dumps({"version": VERSION, "size": len(names), "files": names}, indent=2) + "\n").encode()
+
+
+def _clean(unfinished: Unfinished, names: list[str]) -> None:
+    """Removes the files of earlier snapshots, and what saves that were killed have left.
+
+    Neither if another save has put its own in place meanwhile, as it can on a file system without locks: nothing of it
+    may be removed.
+    """
+    folder = unfinished.folder
     sync_folder(folder)
+    if (folder / MANIFEST).read_bytes() != _manifest(names):
+        unfinished.discard()
+        return
     for file in list(folder.iterdir()):
         if SHARDS.fullmatch(file.name) and file.name not in names:
             file.unlink()
