@@ -11,6 +11,7 @@ from torch import nn
 from ..plans.spec import ShardSpec
 from . import pretrained
 from .snapshot import Source
+from .ties import keep_one
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,15 @@ def check_keys(
     check: bool = True,
     specs: Mapping[str, ShardSpec] = MappingProxyType({}),
 ) -> dict[str, Source]:
-    """The entries of the model's own tensors, by name, in the order of the files.
+    """The entries of the model's own tensors, by name, in the order of the files, of tied ones that are equal one.
 
     `specs` are those of the parameters of which the model holds a shard: the checkpoint has them whole.
 
     Raises:
         ValueError: a tensor is missing from the checkpoint or has another shape or kind there, or (unless `check` is
-            False) the checkpoint has tensors that the model lacks and does not name as ignored.
+            False) the checkpoint has tensors that the model lacks and does not name as ignored; or it has several of
+            one tied parameter, which differ (`ties` reads them, beside the bytes that a report counts).
+        OSError: they cannot be read.
     """
     wanted = model.state_dict(keep_vars=True)
     what = type(model).__name__
@@ -47,7 +50,7 @@ def check_keys(
             raise ValueError(f"'{name}' is {entry.shape} in the checkpoint, {what} has {shape}")
         if (tensor.is_floating_point(), tensor.is_complex()) != (entry.dtype.is_floating_point, entry.dtype.is_complex):
             raise ValueError(f"'{name}' is {entry.dtype} in the checkpoint, {tensor.dtype} in {what} (quantised?)")
-    return dict(sorted(kept.items(), key=lambda item: (str(item[1].file), item[1].offset)))
+    return dict(sorted(keep_one(model, kept).items(), key=lambda item: (str(item[1].file), item[1].offset)))
 
 
 def _missing(model: nn.Module, wanted: dict[str, torch.Tensor], entries: dict[str, Source]) -> list[str]:
