@@ -1,35 +1,18 @@
 """The model before its weights: parameters on meta in their final dtypes, everything else as from_pretrained has it."""
 
 import json
-from pathlib import Path
 
 import diffusers
 import pytest
 import torch
 from torch import nn
 
+from entries import entries_of
 from families import FAMILIES
 from memory import Live, Touched
 from pretrained import attributes, under
 from toy import Toy
-from tp_layers.loader.build import Places, build, check_keys, final_dtype, set_dtypes
-from tp_layers.loader.index import Entry
-
-
-def entries(**tensors: torch.Tensor) -> dict[str, Entry]:
-    """Entries of one file in the order given; `__` in a name stands for a dot."""
-    return {
-        name.replace("__", "."): Entry(Path("x"), tensor.dtype, tuple(tensor.shape), 100 * number)
-        for number, (name, tensor) in enumerate(tensors.items())
-    }
-
-
-def entries_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
-    """The entries of a checkpoint of `model`, floating-point tensors in `dtype`, the tied head left out."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ("head.weight", "same_shift")}
-    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    return entries(**{name.replace(".", "__"): tensor for name, tensor in cast.items()})
-
+from tp_layers.loader.build import Places, build, final_dtype, set_dtypes
 
 DTYPES = [None, torch.bfloat16, torch.float16, torch.float64]
 
@@ -95,28 +78,6 @@ def test_a_class_without_a_config_is_refused():
         ValueError, match=r"Linear has no from_config: .*build others yourself and call tp_layers\.apply"
     ):
         build(nn.Linear, {})
-
-
-def test_keys_come_in_the_order_of_the_files():
-    model = build(Toy, {})
-    made = entries_of(model)
-    order = list(made)
-    made = {name: made[name] for name in reversed(order)}
-    assert list(check_keys(model, made)) == order
-    elsewhere = made[order[0]]
-    made[order[0]] = Entry(Path("y"), elsewhere.dtype, elsewhere.shape, 0)
-    assert list(check_keys(model, made)) == [*order[1:], order[0]]
-
-
-@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
-def test_one_entry_of_tied_parameters_is_enough(kept):
-    model = build(Toy, {})
-    made = entries_of(model)
-    made[kept] = made.pop("embed.weight")
-    assert set(check_keys(model, made)) == set(made)
-    del made[kept]
-    with pytest.raises(ValueError, match=r"the checkpoint lacks \['embed\.weight'\], which Toy needs"):
-        check_keys(model, made)
 
 
 KEEPING = type("Keeping", (Toy,), {"_keep_in_fp32_modules": ["up", "scale"]})

@@ -15,9 +15,10 @@ from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
 from ..plans.shard import shard_model, watch_gradients
-from .build import build, check_keys, set_dtypes
+from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
+from .keys import check_keys
 from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
 from .report import Meter

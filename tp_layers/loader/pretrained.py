@@ -16,6 +16,7 @@ from ..layers.options import is_wide_float
 from .meta import building, built, replaced
 from .rename import rename_entries
 from .snapshot import Source
+from .ties import same_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +108,13 @@ def _settle_ties(model: Any, entries: dict[str, Source]) -> dict[str, Source]:
     """The entries, and the model's ties, where the checkpoint has several of the tied parameters.
 
     Equal ones keep one entry. Those that differ are untied, as transformers does, with a warning: the config is wrong.
+    To compare them each rank reads both, beside the bytes that the report counts.
     """
     entries = dict(entries)
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in entries or source not in entries:
             continue
-        if _same_bytes(entries[target], entries[source]):
+        if same_bytes(entries[target], entries[source]):
             del entries[target]
             continue
         logger.warning("'%s' and '%s' differ in the checkpoint: not tied, whatever the config says", target, source)
@@ -121,21 +123,6 @@ def _settle_ties(model: Any, entries: dict[str, Source]) -> dict[str, Source]:
         setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
         del model.all_tied_weights_keys[target]
     return entries
-
-
-def _same_bytes(one: Source, other: Source) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    left = torch.Size(one.shape).numel() * one.dtype.itemsize
-    with open(one.file, "rb") as first, open(other.file, "rb") as second:
-        first.seek(one.offset)
-        second.seek(other.offset)
-        while left:
-            piece = first.read(min(left, 8 << 20))
-            if not piece or piece != second.read(len(piece)):
-                return False
-            left -= len(piece)
-    return True
 
 
 def once_saved(model: nn.Module, names: list[str]) -> set[str]:

@@ -10,10 +10,10 @@ from torch import nn
 
 from ..agree import Alarm, agreed, fingerprint, require_equal
 from .architecture import difference
-from .build import check_keys
 from .checked import mark_half_loaded, require_unchanged, sharding_to_use
 from .fill import fill, jobs_of, needed_parts, whole_tensors
 from .folder import find_folder, naming, read_config
+from .keys import check_keys
 from .parts import Parts
 from .pretrained import is_pretrained, name_model
 from .rename import rename_entries
