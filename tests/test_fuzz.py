@@ -160,4 +160,5 @@ def test_the_fuzzer_is_alive(outcome):
     # Both refuse; both read; safetensors reads files that are no checkpoint of this model.
     assert share[False, False] > 0.4 and share[True, True] > 0.1 and share[False, True] > 0.1, share
     late = [found[case].loads for case in found if KINDS[case.kind].late]
-    assert [True] * 3 in late and [False] * 3 in late and [False, True, False] in late, late
+    # What is written to a file after its header was read is always seen.
+    assert late and not any(any(loads) for loads in late), late
