@@ -1,5 +1,6 @@
 """`load` and `reload` of sharded snapshots: at the size they were saved at, and cut anew at any other."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,20 @@ def test_a_dim_may_be_counted_from_the_end(ranks, tmp_path):
         assert wanted == parts_of(stored, ShardSpec(-1, (8,)), 0, size)
         assert wanted == parts_of(from_the_end, ShardSpec(1, (8,)), 0, size)
     assert parts_of(stored, None, 1, 2) == parts_of(from_the_end, None, 1, 2) == parts_of(stored, None, 0, 1)
+
+
+def test_the_files_of_a_snapshot_are_visited_in_order_and_once_each(ranks, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    save_toy(tmp_path / "full")
+    ranks(4, snapshot, "Toy", tmp_path / "full", tmp_path / "shards")
+    model = tp_layers.load(Toy, tmp_path / "full", plan=PLAN, group=ONE)
+    opened, system = [], os.open
+
+    def open_file(path: object, *args: int, **kwargs: Any) -> int:
+        opened.append(str(path))
+        return system(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_file)
+    tp_layers.reload(model, tmp_path / "shards")
+    read = [path for path in opened if path.endswith(".safetensors")]
+    assert len(read) == 4 and read == sorted(read)
