@@ -100,7 +100,7 @@ def load(
         options, place = Options(backend, reduce_dtype), _place(group.device if device is None else device)
         if mmap and place.type != "cpu":
             raise ValueError(f"mmap=True maps weights into CPU memory, not onto {place}: drop it")
-        meter.watch(place)
+        meter.watch(place, peak=report)
         folder = find_folder(path, subfolder, variant, revision)
         model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)

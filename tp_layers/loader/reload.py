@@ -61,7 +61,7 @@ def reload(
     def prepare() -> tuple[Parts, str]:
         require_unchanged(inner, sharding)
         _require_writable(inner)
-        meter.watch(next(inner.parameters(), torch.empty(0)).device)
+        meter.watch(next(inner.parameters(), torch.empty(0)).device, peak=report)
         folder = find_folder(path, subfolder, variant, revision)
         _require_same_architecture(inner, folder)
         entries, specs = read_sources(folder, variant), sharding.resolved.specs

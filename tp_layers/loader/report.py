@@ -22,7 +22,8 @@ class LoadReport:
         seconds: in all; the phases are `seconds_preparing` (headers, the model without weights, the plan),
             `seconds_allocating` and `seconds_reading`.
         peak_host_bytes, peak_device_bytes: beyond what the process used before: anonymous memory where the system tells
-            it (Linux), seen every few MiB, and what torch allocated on a CUDA device. 0 where they are not known.
+            it (Linux), seen 50 times a second, and what torch allocated on a CUDA device (where a report was asked
+            for). 0 where they are not known.
     """
 
     rank: int
@@ -75,12 +76,12 @@ class Meter:
         self.seconds: dict[str, float] = {}
         self.peak_host = 0
         self._started, self._host = time.monotonic(), anonymous_bytes()
-        self.device, self._allocated = torch.device("cpu"), 0
+        self.device, self._peak, self._allocated = torch.device("cpu"), False, 0
 
-    def watch(self, device: torch.device) -> None:
-        """Takes note of the memory of `device` from now on."""
-        self.device = device
-        if device.type == "cuda":
+    def watch(self, device: torch.device, peak: bool) -> None:
+        """The load is onto `device`; with `peak`, takes note of its memory, which resets torch's statistics of it."""
+        self.device, self._peak = device, peak and device.type == "cuda"
+        if self._peak:
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated = torch.cuda.memory_allocated(device)
 
@@ -99,7 +100,7 @@ class Meter:
     def report(self, rank: int, size: int, model: nn.Module, needed: int, requested: int) -> LoadReport:
         """The report of what was done until now."""
         self.look()
-        peak = torch.cuda.max_memory_allocated(self.device) - self._allocated if self.device.type == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated(self.device) - self._allocated if self._peak else 0
         return LoadReport(
             rank=rank,
             size=size,
