@@ -66,7 +66,8 @@ def reload(
         with naming(folder):
             if is_pretrained(inner):
                 entries = rename_entries(inner, entries)
-            parts = needed_parts(inner, check_keys(inner, entries, check, specs), specs, group)
+            found = check_keys(inner, entries, check, specs, in_place=True)
+            parts = needed_parts(inner, found, specs, group)
         return parts, contents(entries)
 
     with meter.phase("preparing"):
