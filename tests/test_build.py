@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+import tp_layers
 from entries import entries_of
 from families import FAMILIES
 from memory import Live, Touched
 from pretrained import attributes, under
-from toy import Toy
+from text_models import TEXT_MODELS
+from toy import PLAN, Toy, save_toy
+from tp_layers.group import Group
 from tp_layers.loader.build import Places, build, final_dtype, set_dtypes
 
 DTYPES = [None, torch.bfloat16, torch.float16, torch.float64]
@@ -71,6 +74,21 @@ def test_building_runs_no_initialisers_and_fills_no_memory():
     with Touched() as touched:
         nn.Linear(512, 1024)
     assert touched.nbytes == largest
+
+
+@pytest.mark.parametrize("text", [None, TEXT_MODELS["T5"]], ids=["diffusers", "transformers"])
+def test_under_the_meta_device_load_is_refused(tmp_path, text):
+    if text is None:
+        save_toy(tmp_path)
+    else:
+        text.save(tmp_path)
+    model_class, plan = (Toy, PLAN) if text is None else (text.cls, text.plan)
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r": buffers and tables need .* default device is meta: leave torch\.device"),
+    ):
+        tp_layers.load(model_class, tmp_path, plan=plan, group=Group())
+    tp_layers.load(model_class, tmp_path, plan=plan, group=Group())
 
 
 def test_a_class_without_a_config_is_refused():

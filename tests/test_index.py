@@ -89,14 +89,16 @@ def test_files_that_are_links_out_of_the_folder(tmp_path):
     check(read_index(snapshot), made)
 
 
-def test_a_tensor_in_two_files_is_read_where_the_index_says(tmp_path, caplog):
-    old, new = tensors("a"), {"a": torch.full((2, 3), 7.0)}
-    save_file(old, tmp_path / FIRST)
-    save_file(new, tmp_path / SECOND)
-    for chosen, wanted in ((FIRST, old), (SECOND, new), (FIRST, old)):
-        write_index(tmp_path, {"a": chosen})
-        check(read_index(tmp_path), wanted)
-    assert not caplog.records
+def test_a_tensor_in_two_files_is_read_where_the_index_says_with_a_warning(tmp_path, caplog):
+    old, new, own = tensors("a"), {"a": torch.full((2, 3), 7.0)}, {"b": torch.ones(1), "c": torch.zeros(2)}
+    save_file({**old, "b": own["b"]}, tmp_path / FIRST)
+    save_file({**new, "c": own["c"]}, tmp_path / SECOND)
+    for chosen, other, wanted in ((FIRST, SECOND, old), (SECOND, FIRST, new), (FIRST, SECOND, old)):
+        write_index(tmp_path, {"a": chosen, "b": FIRST, "c": SECOND})
+        check(read_index(tmp_path), {**wanted, **own})
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert f"places ['a'] elsewhere than in {other}, which has them too: not read there" in caplog.text
+        caplog.clear()
 
 
 def test_a_tensor_the_index_does_not_list_is_left_out_with_a_warning(tmp_path, caplog):

@@ -15,19 +15,19 @@ def build(model_class: type[nn.Module], config: dict[str, Any], dtype: torch.dty
 
     Raises:
         ValueError: the class is not built from a config (not a diffusers model), or not from this one, or it computes
-            buffers from parameters.
+            buffers from parameters; or torch's default device is meta.
     """
     if not hasattr(model_class, "from_config"):
         raise ValueError(
             f"{model_class.__name__} has no from_config: load reads models of diffusers and transformers; "
             f"build others yourself and call tp_layers.apply"
         )
-    try:
-        with building(dtype):
+    with building(dtype):
+        try:
             model = model_class.from_config(config)
-    except Exception as error:
-        # Whatever a constructor makes of a number it cannot use.
-        raise ValueError(f"a {model_class.__name__} cannot be built from its config: {error}") from error
+        except Exception as error:
+            # Whatever a constructor makes of a number it cannot use.
+            raise ValueError(f"a {model_class.__name__} cannot be built from its config: {error}") from error
     return built(model)
 
 

@@ -49,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: is the model in a subfolder of it?")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):

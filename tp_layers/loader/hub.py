@@ -26,10 +26,9 @@ def download(repository: str, subfolder: str | None, variant: str | None, revisi
     try:
         config = Path(hf_hub_download(repository, "config.json", subfolder=subfolder, revision=revision))
         source = _Source(repository, subfolder, config.parent)
-        with suppress(ValueError):
-            # generate() has a config of its own; a diffusers model has none.
-            if "_class_name" not in json.loads(config.read_bytes()):
-                source.fetch("generation_config.json")
+        # generate() has a config of its own; a diffusers model has none.
+        if _is_of_transformers(config):
+            source.fetch("generation_config.json")
         found = next((file for name in first if (file := source.fetch(name))), None)
         if found is None:
             names, where = source.names()
@@ -39,6 +38,14 @@ def download(repository: str, subfolder: str | None, variant: str | None, revisi
     except (errors.HFValidationError, errors.EntryNotFoundError, errors.HTTPError) as error:
         raise _told(error, repository, revision) from error
     return config.parent
+
+
+def _is_of_transformers(config: Path) -> bool:
+    """Whether this is the config of a model of transformers; what is no config at all is refused when it is read."""
+    with suppress(ValueError, RecursionError):
+        told = json.loads(config.read_bytes())
+        return isinstance(told, dict) and "_class_name" not in told
+    return False
 
 
 class _Source:

@@ -107,6 +107,10 @@ def _read_several(index: Path) -> dict[str, Entry]:
     unlisted = sorted({key for header in headers.values() for key in header} - set(entries))
     if unlisted:
         logger.warning("%s does not list %s: not read", index, unlisted)
+    for name, header in headers.items():
+        twice = sorted(key for key in header if weight_map.get(key, name) != name)
+        if twice:
+            logger.warning("%s places %s elsewhere than in %s, which has them too: not read there", index, twice, name)
     return entries
 
 

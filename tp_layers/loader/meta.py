@@ -15,7 +15,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 LARGE_BYTES = 1 << 20
 
-# What changes meanwhile belongs to the whole process.
+# The default dtype, which changes meanwhile, and the replaced methods' places belong to the whole process.
 _BUILDING = threading.RLock()
 
 
@@ -25,7 +25,18 @@ def building(dtype: torch.dtype | None) -> Iterator[None]:
 
     Under `torch.device("meta")` buffers and plain tensor attributes (rotary tables) would stay meta too. A parameter
     that is registered a second time is tied, and becomes the same object again.
+
+    Meanwhile the default dtype is that of the whole process: tensors that other threads make without a dtype have it
+    too, and of several builders each waits for the one before. The methods are replaced for this thread alone.
+
+    Raises:
+        ValueError: torch's default device is meta.
     """
+    if torch.get_default_device().type == "meta":
+        raise ValueError(
+            "buffers and tables need a device to be computed on, and torch's default device is meta: leave "
+            "torch.device('meta') first (the parameters are built there in any case)"
+        )
     moved = WeakIdKeyDictionary()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
