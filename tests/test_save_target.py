@@ -115,13 +115,21 @@ def test_what_is_no_config_is_refused(ranks, tmp_path, case):
 @pytest.mark.parametrize("name", [f"{STEM}.safetensors", f"{STEM}.safetensors.index.json"], ids=["a file", "an index"])
 def test_weights_that_would_be_read_instead_are_refused(ranks, tmp_path, name):
     (tmp_path / name).write_text("")
-    for message in ranks(2, save_plain, tmp_path):
+    for message in ranks(2, save_plain, tmp_path, False):
         assert f"{tmp_path} has {name}, which is read instead of model.safetensors" in message
     assert names(tmp_path) == [name]
 
 
-def save_plain(group: Group, folder: Path) -> str:
+@pytest.mark.parametrize("sharded", [False, True], ids=["ordinary", "sharded"])
+def test_a_model_without_a_config_is_not_put_under_one(ranks, tmp_path, sharded):
+    (tmp_path / "config.json").write_text("{}")
+    for message in ranks(2, save_plain, tmp_path, sharded):
+        assert f"{tmp_path}/config.json is of another model, as this Plain has no config: save to a folder" in message
+    assert names(tmp_path) == ["config.json"]
+
+
+def save_plain(group: Group, folder: Path, sharded: bool) -> str:
     """What saving a model without a config says."""
     with pytest.raises(ValueError) as raised:
-        tp_layers.save(tp_layers.apply(randomise(Plain()), PLAN, group=group), folder)
+        tp_layers.save(tp_layers.apply(randomise(Plain()), PLAN, group=group), folder, sharded=sharded)
     return str(raised.value)

@@ -1,11 +1,13 @@
 """The folder a model is saved to: what the model writes there, and what may be there already."""
 
+import copy
 import json
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .architecture import difference
@@ -41,12 +43,21 @@ def config_files(model: nn.Module) -> dict[str, bytes]:
             if hasattr(owner, "save_config"):
                 owner.save_config(Path(scratch))
             elif hasattr(getattr(owner, "config", None), "save_pretrained"):
-                owner.config.save_pretrained(Path(scratch))
+                _as_saved(owner).save_pretrained(Path(scratch))
                 if getattr(owner, "generation_config", None) is not None:
                     owner.generation_config.save_pretrained(Path(scratch))
         except Exception as error:
             raise ValueError(f"the config of this {type(model).__name__} cannot be written: {error}") from error
         return {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
+
+
+def _as_saved(model: Any) -> Any:
+    """A copy of the model's config with what transformers' `save_pretrained` notes in it before it writes it."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if isinstance(getattr(model, "dtype", None), torch.dtype):
+        config.dtype = str(model.dtype).removeprefix("torch.")
+    return config
 
 
 def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, sharded: bool) -> None:
@@ -61,8 +72,10 @@ def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, s
     """
     _check_weights(folder, stem_of(model), sharded)
     file = folder / CONFIG
-    if CONFIG not in configs or not file.exists():
+    if not file.exists():
         return
+    if CONFIG not in configs:
+        raise ValueError(f"{file} is of another model, as this {type(model).__name__} has no config: {_ELSEWHERE}")
     if not file.is_file():
         raise ValueError(f"{file} is not a file: {_ELSEWHERE}")
     try:
@@ -71,7 +84,8 @@ def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, s
         raise ValueError(f"{file} cannot be read as a config ({error}): {_ELSEWHERE}") from error
     if not isinstance(there, dict):
         raise ValueError(f"{file} is no config, it holds a {type(there).__name__}: {_ELSEWHERE}")
-    differing = difference(model, there, json.loads(configs[CONFIG]))
+    # Of transformers' configs; its versions before 5 write the second.
+    differing = difference(model, there, json.loads(configs[CONFIG]), notes=("dtype", "torch_dtype"))
     if differing:
         raise ValueError(f"{file} is of another model ({differing}): {_ELSEWHERE}")
 
