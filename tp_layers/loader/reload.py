@@ -38,7 +38,8 @@ def reload(
     """Replaces the weights of a sharded model by those of another checkpoint, and returns the model. All ranks call it.
 
     Each rank reads its shards into the memory the model has. Floating-point tensors of 16 bits and more are cast to the
-    dtypes the model has (through 8 MiB of buffers), others must have them. An optimiser, compiled code or a captured graph that holds its parameters sees the new values.
+    dtypes the model has (through 8 MiB of buffers), others must have them. An optimiser, compiled code or a captured
+    graph that holds its parameters sees the new values.
 
     Args:
         model: sharded by `apply` or `load`.
