@@ -1,16 +1,21 @@
 """`tp-layers load | save | describe` of checkpoints: of both libraries, with a plan, a variant, whole and sharded."""
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import T5Config, T5EncoderModel
 
 from checkpoints import identical, state_of
 from close import randomise
 from families import FAMILIES
-from tp_layers.cli import main
+from tp_layers.cli import LIMIT_SECONDS, main
+from tp_layers.group import Group
+from tp_layers.launch import RankError, Ranks
 from tp_layers.loader.snapshot import read_snapshot
 
 PLAN = '''"""A plan."""
@@ -93,3 +98,49 @@ def test_a_revision_of_a_folder_and_a_config_of_nobody_are_told(flux, tmp_path, 
     (tmp_path / "config.json").write_text("{}")
     assert main(["load", str(tmp_path), "--size", "2"]) == 2
     assert "names neither a _class_name nor architectures" in capsys.readouterr().err
+
+
+class Started(Exception):
+    """Processes would have been started."""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Raises instead of starting processes, and gives the timeouts that were asked for."""
+    timeouts = []
+
+    def start(size, *, timeout=None):
+        timeouts.append(timeout)
+        raise Started
+
+    monkeypatch.setattr("tp_layers.cli.Ranks", start)
+    return timeouts
+
+
+def test_a_limit_for_a_snapshot_is_refused_before_a_process_is_started(flux, tmp_path, started, capsys):
+    where = [str(flux), "--subfolder", "transformer", "--variant", "bf16", "--size", "2", str(tmp_path / "new")]
+    assert main(["save", *where, "--sharded", "--max-shard-size", "1GB"]) == 2
+    assert "max_shard_size is for ordinary checkpoints" in capsys.readouterr().err
+    assert main(["save", *where, "--max-shard-size", "lots"]) == 2
+    assert "max_shard_size must be a number of bytes" in capsys.readouterr().err and not started
+
+
+@pytest.mark.parametrize("command", ["load", "save"])
+def test_a_long_trial_is_not_ended(flux, tmp_path, started, command):
+    to = [str(tmp_path / "new")] if command == "save" else []
+    with pytest.raises(Started):
+        main([command, str(flux), "--subfolder", "transformer", "--variant", "bf16", "--size", "2", *to])
+    assert started == [LIMIT_SECONDS] and LIMIT_SECONDS >= 3600
+
+
+def die(group: Group) -> None:
+    if group.rank == 1:
+        os._exit(3)
+    dist.barrier(group=group.process_group)
+
+
+def test_a_process_that_dies_is_noticed_long_before_the_limit():
+    start = time.monotonic()
+    with Ranks(2, timeout=LIMIT_SECONDS) as ranks, pytest.raises(RankError, match="the process died"):
+        ranks.run(die)
+    assert time.monotonic() - start < 60

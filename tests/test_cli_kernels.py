@@ -46,3 +46,24 @@ def test_an_unknown_architecture_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["describe", "--kernels", "--architecture", "sm_12"])
     assert "sm_90" in capsys.readouterr().err
+
+
+IGNORED = {
+    "a model": ["--kernels", "FluxTransformer2DModel"],
+    "a size": ["--kernels", "--size", "2"],
+    "a dtype": ["--kernels", "--dtype", "bfloat16"],
+    "a plan": ["--kernels", "--plan", "own.py:PLAN"],
+    "a folder in a folder": ["--kernels", "--subfolder", "transformer"],
+    "an architecture without kernels": ["FluxTransformer2DModel", "--size", "2", "--architecture", "sm_90"],
+    "a variant of a class": ["FluxTransformer2DModel", "--size", "2", "--variant", "fp16"],
+    "a folder in a class": ["FluxTransformer2DModel", "--size", "2", "--subfolder", "transformer"],
+    "a revision of a class": ["FluxTransformer2DModel", "--size", "2", "--revision", "main"],
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_what_would_be_ignored_is_refused(capsys, case):
+    assert main(["describe", *IGNORED[case]]) == 2
+    told = capsys.readouterr()
+    shown = [word for word in IGNORED[case] if word.startswith("--") and word != "--kernels"]
+    assert f"leave out {shown[-1] if shown else repr(IGNORED[case][-1])}" in told.err and not told.out

@@ -5,11 +5,13 @@ import shutil
 from itertools import pairwise
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from checkpoints import identical, names, one_file, resave, state_of
 from tp_layers.loader.index import read_index
-from tp_layers.loader.save import parse_size
+from tp_layers.loader.save import _plan_files, parse_size
+from tp_layers.loader.write import Stored
 
 STEM = "diffusion_pytorch_model"
 SIZES = {"one rank": 1, "two ranks": 2, "four ranks": 4}
@@ -39,6 +41,14 @@ def test_files_hold_at_most_max_shard_size(ranks, checkpoint, tmp_path, limit):
     assert index["metadata"] == {"total_size": sum(map(sum, held))}
     assert index["weight_map"] == {key: file.name for file in files for key in load_file(file)}
     assert identical(state_of(tmp_path), state_of(checkpoint(name)))
+
+
+def test_the_size_of_a_tensor_is_asked_for_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Stored, "nbytes", property(lambda item: asked.append(item.name) or 4))
+    stored = [Stored(str(number), (1,), torch.float32, None) for number in range(100)]
+    assert [len(file) for file in _plan_files(stored, 160)] == [40, 40, 20]
+    assert asked == [item.name for item in stored]
 
 
 @sizes
@@ -80,7 +90,9 @@ def test_sizes_and_how_they_are_written(size):
     assert parse_size(size) == SPELLINGS[size]
 
 
-@pytest.mark.parametrize("size", ["", "GB", "5", "5XB", "-5GB", "5GB!", "1e9GB", "0KB", "0.0001KB", 0, -1, 1.5, None])
+@pytest.mark.parametrize(
+    "size", ["", "GB", "5", "5XB", "-5GB", "5GB!", "1e9GB", "0KB", "0.0001KB", 0, -1, 1.5, None, True]
+)
 def test_sizes_that_are_none(size):
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or such as '5GB', got"):
         parse_size(size)

@@ -20,12 +20,17 @@ from .loader.build import build
 from .loader.folder import find_folder
 from .loader.load import describe_checkpoint, load
 from .loader.report import LoadReport
-from .loader.save import parse_size, save
+from .loader.save import check_limit, save
 from .named import class_of, imported, model_class
 from .plans.registry import plan_for
 from .verify import verify
 
 DESCRIBE = "What a plan does at a size, without reading weights; or which kernels run."
+# Of one trial; a process that dies is noticed at once, by its pipe. The default would end a long save half-way.
+LIMIT_SECONDS = 24 * 3600.0
+# Options of `describe`, by what they are about.
+PLACE = ("subfolder", "variant", "revision")
+OF_MODELS = ("what", "size", *PLACE, "dtype", "plan")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,10 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _describe(options: argparse.Namespace) -> int:
     if options.kernels:
+        _refuse(options, OF_MODELS, "describe --kernels is not about a model")
         return _kernels(options.architecture or _current_architecture())
+    _refuse(options, ("architecture",), "without --kernels no GPU is asked for")
     if options.what is None or options.size is None:
         raise ValueError("describe needs FOLDER|CLASS and --size, or --kernels")
     if "/" not in options.what and not Path(options.what).exists():
+        _refuse(options, PLACE, f"{options.what} is a class, and no folder")
         dtype = DTYPES.get(options.dtype)
         model = build(model_class(options.what), {})
         model = model if dtype is None else nn.Module.to(model, dtype)
@@ -94,6 +102,14 @@ def _describe(options: argparse.Namespace) -> int:
         model = _described(options)
     print(describe(model, _plan(options) or plan_for(model), size=options.size, check=False))
     return 0
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    """Raises ValueError if one of the options `names` was given: it would be ignored."""
+    given = [name for name in names if getattr(options, name) is not None]
+    if given:
+        shown = ", ".join(repr(options.what) if name == "what" else f"--{name}" for name in given)
+        raise ValueError(f"{reason}: leave out {shown}")
 
 
 def _plan(options: argparse.Namespace) -> Any:
@@ -134,7 +150,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> int:
     plan = _checked(options)
-    with Ranks(options.size) as ranks:
+    with Ranks(options.size, timeout=LIMIT_SECONDS) as ranks:
         reports = ranks.run(_trial, options.what, *_how(options, plan))
     columns = {
         "held MB": lambda it: it.bytes_held / 1e6,
@@ -153,17 +169,16 @@ def _load(options: argparse.Namespace) -> int:
 
 
 def _save(options: argparse.Namespace) -> int:
+    check_limit(options.max_shard_size, sharded=options.sharded)
     plan = _checked(options)
-    if options.max_shard_size is not None:
-        parse_size(options.max_shard_size)
-    with Ranks(options.size) as ranks:
+    with Ranks(options.size, timeout=LIMIT_SECONDS) as ranks:
         ranks.run(_trial, options.what, *_how(options, plan), options.to, options.max_shard_size, options.sharded)
     print(f"wrote {options.to}")
     return 0
 
 
 def _how(options: argparse.Namespace, plan: Any) -> tuple[Any, dict[str, Any]]:
-    how = {name: getattr(options, name) for name in ("subfolder", "variant", "revision")}
+    how = {name: getattr(options, name) for name in PLACE}
     return plan, how | {"dtype": DTYPES.get(options.dtype)}
 
 

@@ -21,10 +21,12 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB
 def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None = None, sharded: bool = False) -> None:
     """Writes the model to `path`. All ranks call it.
 
-    By default that is the full model, as `save_pretrained` would have written it before it was sharded. Rank 0 of the
-    group writes, and holds one full parameter and one shard at a time; it takes the shards of the others one by one.
-    With `sharded=True` each rank writes a file of its own shards, and nothing is sent: `load` takes them as they are at
-    the same size, and cuts them anew at another.
+    By default that is the full model, as `save_pretrained` would have written it before it was sharded; only that
+    tensors of a transformers model have the names it has in memory, not the older ones of published checkpoints that
+    its `save_pretrained` goes back to. transformers reads both. Rank 0 of the group writes, and holds one full
+    parameter and one shard at a time; it takes the shards of the others one by one. With `sharded=True` each rank
+    writes a file of its own shards, and nothing is sent: `load` takes them as they are at the same size, and cuts them
+    anew at another.
 
     A checkpoint of the same model that is there is replaced in one step, once the new one is complete: if the save
     fails, or its processes are killed, the folder holds either of them whole. Over an ordinary checkpoint, several
@@ -38,9 +40,10 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
         sharded: a snapshot for this package alone instead of an ordinary checkpoint.
 
     Raises:
-        ValueError: on every rank, before anything is written: on some rank the model is not sharded by this package or
-            was changed since, a dtype cannot be stored, or an argument does not fit; or the folder has another model,
-            or a checkpoint of the other kind, or another save is writing to it, such as a replica's.
+        ValueError: on every rank, before anything is written: on some rank the model was changed since it was sharded,
+            a dtype cannot be stored, or an argument does not fit; or the folder has another model, or a checkpoint of
+            the other kind, or another save is writing to it, such as a replica's.
+            On this rank alone: its model is not sharded by this package, so its group is not known.
         OSError: on every rank: on one, which is named, something could not be written, or got ready to be sent.
         RuntimeError: a rank died (torch.distributed's own error).
     """
@@ -50,9 +53,7 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
     group, lock = sharding.group, SaveLock(Path(path))
 
     def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
-        if sharded and max_shard_size is not None:
-            raise ValueError("max_shard_size is for ordinary checkpoints: sharded=True writes one file for each rank")
-        limit = parse_size("5GB" if max_shard_size is None else max_shard_size)
+        limit = check_limit(max_shard_size, sharded=sharded)
         require_unchanged(model, sharding)
         require_one_checkpoint(model)
         stored, configs = _stored(model, sharding), {}
@@ -71,6 +72,17 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
             save_whole(model, folder, files, configs, group)
 
 
+def check_limit(max_shard_size: int | str | None, *, sharded: bool) -> int:
+    """Bytes of tensors that a file may hold.
+
+    Raises:
+        ValueError: it is none, or given for a snapshot.
+    """
+    if sharded and max_shard_size is not None:
+        raise ValueError("max_shard_size is for ordinary checkpoints: sharded=True writes one file for each rank")
+    return parse_size("5GB" if max_shard_size is None else max_shard_size)
+
+
 def parse_size(size: int | str) -> int:
     """Bytes, from a number or a text such as "5GB", "500MB" or "2GiB".
 
@@ -78,7 +90,8 @@ def parse_size(size: int | str) -> int:
         ValueError: it is neither, or not positive.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", str(size).upper())
-    number = size if isinstance(size, int) else int(float(found[1]) * UNITS[found[2]]) if found else 0
+    # True is an int too.
+    number = size if type(size) is int else int(float(found[1]) * UNITS[found[2]]) if found else 0
     if number < 1:
         raise ValueError(f"max_shard_size must be a number of bytes, or such as '5GB', got {size!r}")
     return number
@@ -102,10 +115,14 @@ def _stored(model: nn.Module, sharding: Sharding) -> list[Stored]:
 
 def _plan_files(stored: list[Stored], limit: int) -> list[list[Stored]]:
     files: list[list[Stored]] = [[]]
+    held = 0
     for item in stored:
-        if files[-1] and sum(other.nbytes for other in files[-1]) + item.nbytes > limit:
+        size = item.nbytes
+        if files[-1] and held + size > limit:
             files.append([])
+            held = 0
         files[-1].append(item)
+        held += size
     return [by_width(file) for file in files]
 
 
