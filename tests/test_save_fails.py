@@ -69,7 +69,7 @@ def save_spoilt(
         try:
             tp_layers.save(model, target, max_shard_size=300)
         except Exception as error:
-            raised = (type(error).__name__, str(error))
+            raised = ("ValueError" if isinstance(error, ValueError) else type(error).__name__, str(error))
     seconds, total = time.monotonic() - start, torch.ones(())
     dist.all_reduce(total, group=group.process_group)
     return (*raised, seconds, total.item())

@@ -49,7 +49,7 @@ def save_spoilt(
         try:
             tp_layers.save(model, folder, **{"sharded": True, **(arguments or {})})
         except Exception as error:
-            raised = (type(error).__name__, str(error))
+            raised = ("ValueError" if isinstance(error, ValueError) else type(error).__name__, str(error))
     seconds, total = time.monotonic() - start, torch.ones(())
     dist.all_reduce(total, group=group.process_group)
     return (*raised, seconds, total.item())

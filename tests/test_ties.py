@@ -1,6 +1,7 @@
 """Checkpoints with several of one tied parameter: read once if they are equal, never one of two that differ."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,11 +108,14 @@ def test_shards_are_compared_with_shards(tmp_path):
 
 def test_a_file_that_has_changed_is_an_error_and_no_difference(tmp_path):
     pair = stored(tmp_path, torch.ones(64), torch.ones(64))
+    unknown = [replace(entry, identity=None) for entry in pair]
     file = tmp_path / "x.safetensors"
     whole = file.read_bytes()
     with open(file, "r+b") as stream:
         stream.truncate(len(whole) - 100)
     with pytest.raises(OSError, match=f"ends early, at offset {len(whole) - 100}"):
+        same_bytes(*unknown)
+    with pytest.raises(OSError, match="another file has taken the place"):
         same_bytes(*pair)
     file.rename(tmp_path / "kept")
     file.write_bytes(whole)

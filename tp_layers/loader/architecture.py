@@ -51,6 +51,6 @@ def _of_transformers(config: Any) -> Any:
 
     if not isinstance(config, dict):
         return config
-    general = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "use_cache"} - {"dtype"}
+    general = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "use_cache"} - {"dtype", "architectures"}
     kept = [key for key in config if key not in general and not key.endswith("_token_id")]
     return {key: _of_transformers(config[key]) for key in kept}

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -28,15 +28,9 @@ def building(dtype: torch.dtype | None) -> Iterator[None]:
 
     Meanwhile the default dtype is that of the whole process: tensors that other threads make without a dtype have it
     too, and of several builders each waits for the one before. The methods are replaced for this thread alone.
-
-    Raises:
-        ValueError: torch's default device is meta.
     """
-    if torch.get_default_device().type == "meta":
-        raise ValueError(
-            "buffers and tables need a device to be computed on, and torch's default device is meta: leave "
-            "torch.device('meta') first (the parameters are built there in any case)"
-        )
+    # A meta model of the caller's own may be around this one; what is computed needs a device.
+    device = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
     moved = WeakIdKeyDictionary()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -50,7 +44,7 @@ def building(dtype: torch.dtype | None) -> Iterator[None]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype if dtype is not None and dtype not in FLOAT8 else before)
         try:
-            with _UntouchedZeros():
+            with device, _UntouchedZeros():
                 yield
         finally:
             torch.set_default_dtype(before)

@@ -104,7 +104,8 @@ def _require_same_architecture(model: nn.Module, folder: Path) -> None:
     written = config_files(model).get(CONFIG)
     if written is None:
         return
-    # The dtype a transformers model was loaded in last is none of its architecture.
-    differing = difference(model, read_config(folder), json.loads(written), ("dtype", "torch_dtype"))
+    # Which model of transformers has saved it, and in which dtype, is none of its architecture.
+    notes = ("dtype", "torch_dtype", "architectures")
+    differing = difference(model, read_config(folder), json.loads(written), notes)
     if differing:
         raise ValueError(f"the checkpoint in {folder} is of another architecture: {differing}")
