@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tests that need a GPU, then the benchmarks of loading and of the kernels, in six minutes at most and without the network:
+# The tests that need a GPU, then the benchmarks of loading and of the kernels, in six minutes at most and without the
+# network:
 #
 #     bash bench/device.sh               results in bench/results
 #     OUT=folder bash bench/device.sh    in another folder
@@ -40,7 +41,7 @@ timeout --signal=INT --kill-after=10 $((seconds / 2)) "${tests[@]}" 2>&1 | tee "
 status=$?
 
 timeout --kill-after=5 45 "${load[@]}" 2>&1 | tee "$out/load_cuda.txt"
-[ ${PIPESTATUS[0]} -eq 0 ] || status=1
+[ $? -eq 0 ] || status=1
 
 # The benchmark stops by itself; a case may take a few seconds longer, and so may what follows.
 timeout --kill-after=5 "$(left)" "${bench[@]}" --seconds $(($(left) - 25)) 2>&1 | tee "$out/kernels.txt"

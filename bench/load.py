@@ -1,7 +1,7 @@
 """How fast a sharded checkpoint is read, and in how much memory, against what bounds it: `results/load.csv`.
 
 On CPU ranks of this machine, in turn in one run, medians over rounds; each time is that of the slowest rank. The
-checkpoint is a FLUX.2 klein (9B) of few blocks in bfloat16, made on first use in a scratch folder (2.3 GB).
+checkpoint is a FLUX.2 klein (9B) of few blocks in bfloat16, made on first use in a scratch folder (2.5 GB).
 
     in place   `reload` against a memcpy of the same bytes, and diffusers' sharded load and a copy to the same place
     fresh      `load` against diffusers' sharded load (which leaves colwise weights mapped to the file, so every page is
@@ -14,6 +14,7 @@ Exits with 1 if a bound is missed. It needs `pip install '.[bench]'`.
 """
 
 import argparse
+import json
 import shutil
 import statistics
 import sys
@@ -50,8 +51,10 @@ COLUMNS += ["most"]
 
 
 def make(folder: Path) -> Path:
-    """The checkpoint, of small random weights."""
-    if not (folder / "config.json").is_file():
+    """The checkpoint, of small random weights; made anew if the one there is of another config."""
+    file = folder / "config.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    if {key: found.get(key) for key in CONFIG} != CONFIG:
         print(f"making the checkpoint in {folder}")
         with torch.device("meta"):
             model = Flux2Transformer2DModel(**CONFIG).to(torch.bfloat16)

@@ -1,12 +1,9 @@
 """What one rank does, and times, for `load.py`: this package's loading, diffusers', and the floors under both."""
 
-import ctypes
 import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tp_layers
+from host_memory import give_back, most_memory
 from tp_layers.collectives import gather_objects
 from tp_layers.group import Group
-from tp_layers.loader.report import LoadReport, anonymous_bytes
+from tp_layers.loader.report import LoadReport
 from tp_layers.plans.shard import sharding_of
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -52,18 +50,16 @@ def forget(group: Group) -> None:
 
 def timed(group: Group, way: str, folder: Path, cold: bool) -> dict[str, float]:
     """Seconds of one way on this rank, bytes it took from the disk, and its peak of anonymous memory."""
-    gc.collect()
-    # glibc keeps what was freed: neither the time nor the memory of a fresh allocation would show.
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     if cold and group.rank == 0:
         _drop(folder)
     gather_objects(None, group)
-    taken, before, start = _disk_bytes(), anonymous_bytes(), time.perf_counter()
-    with _peak() as peak:
+    taken, start = _disk_bytes(), time.perf_counter()
+    with most_memory(0.005) as most:
         model = WAYS[way](group, folder)
         seconds = time.perf_counter() - start
     del model
-    return {"seconds": seconds, "disk": _disk_bytes() - taken, "peak": peak[0] - before}
+    return {"seconds": seconds, "disk": _disk_bytes() - taken, "peak": most[0]}
 
 
 def is_right(group: Group, folder: Path) -> bool:
@@ -178,21 +174,3 @@ def _drop(folder: Path) -> None:
 def _disk_bytes() -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
-
-
-@contextmanager
-def _peak() -> Iterator[list[int]]:
-    """The most anonymous memory of this process, looked at every 5 milliseconds."""
-    seen, done = [anonymous_bytes()], threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.005):
-            seen[0] = max(seen[0], anonymous_bytes())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        done.set()
-        thread.join()

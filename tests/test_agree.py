@@ -13,7 +13,7 @@ import tp_layers
 from close import randomise
 from families import FAMILIES
 from pair import PLAN, Pair
-from tp_layers.agree import Alarm, agreed
+from tp_layers.agree import Alarm, agreed, require_equal
 from tp_layers.group import Group
 from tp_layers.loader.read import Job, Reader
 
@@ -198,3 +198,15 @@ def nested(group: Group) -> str:
 def test_every_rank_is_told_by_the_one_it_happened_on(ranks):
     told = "rank 2 of 4 failed: OSError: disk gone"
     assert ranks(4, nested) == [told, told, "disk gone", told]
+
+
+def imaginary(group: Group) -> str:
+    """The ranks hold complex numbers that differ in their imaginary part alone."""
+    with pytest.raises(ValueError) as error:
+        require_equal({"x": torch.tensor([1 + 1j * group.rank])}, group)
+    require_equal({"x": torch.tensor([1 + 1j])}, group)
+    return str(error.value)
+
+
+def test_complex_numbers_are_compared_whole(ranks):
+    assert all("different values of 'x'" in said for said in ranks(2, imaginary))

@@ -34,6 +34,7 @@ OLD = {
         [],
         {"use_cache": False, "output_past": True, "temperature": 0.5},
     ),
+    "what the class knows nothing of": (T5EncoderModel, T5, [], {"task_specific_params": {"summarization": {}}}),
     "other tokens": (T5EncoderModel, T5, [], {"pad_token_id": 3}),
     "another dtype": (T5EncoderModel, T5, ["dtype"], {"torch_dtype": "float16"}),
     "an old rotary base": (Qwen3Model, QWEN3, ["rope_parameters"], {"rope_theta": 10000.0}),

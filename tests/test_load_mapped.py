@@ -103,7 +103,7 @@ def test_a_file_that_was_replaced_is_refused(toy):
     (toy / "copy").write_bytes((toy / FILE).read_bytes())
     tp_layers.register("Toy", swap)
     try:
-        with pytest.raises(OSError, match=rf"{FILE}: it is not the file whose header was read"):
+        with pytest.raises(OSError, match=rf"{FILE} is not the file whose header was read"):
             tp_layers.load(Toy, toy, group=ONE, mmap=True)
     finally:
         tp_layers.plans.registry._PLANS.pop("Toy")

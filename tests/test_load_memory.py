@@ -1,10 +1,6 @@
 """`load` and `reload`: the memory of a rank is its shards and a few buffers, seen from outside of torch."""
 
-import ctypes
-import gc
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
 import tp_layers
+from host_memory import give_back, most_memory
 from toy import PLAN, Toy, save_toy
 from tp_layers.group import Group
-from tp_layers.loader.report import anonymous_bytes
 from tp_layers.loader.staging import STAGE_BYTES
 
 MIB = 1 << 20
 # What Python and the allocators take besides: 1 to 3 MiB where it was measured.
 SLACK = 6 * MIB
 WIDTH, HIDDEN = 1024, 8192
+SECONDS = 0.001
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +31,15 @@ def toy(tmp_path_factory) -> Path:
     return folder
 
 
-@contextmanager
-def most() -> Iterator[list[int]]:
-    """The most anonymous memory of this process beyond what it has now, looked at every millisecond."""
-    gc.collect()
-    # glibc keeps what was freed, and gives it out again unseen.
-    ctypes.CDLL(None).malloc_trim(0)
-    before, seen, done = anonymous_bytes(), [0], threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.001):
-            seen[0] = max(seen[0], anonymous_bytes() - before)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        done.set()
-        thread.join()
-        seen[0] = max(seen[0], anonymous_bytes() - before)
-
-
 def beyond(group: Group, folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:
     """Bytes beyond its shards that a rank took to load, and beyond none to reload; and what the report says."""
     # For what is made once: threads, caches.
     tp_layers.load(Toy, folder, plan=PLAN, group=group, dtype=dtype)
-    with most() as loading:
+    give_back()
+    with most_memory(SECONDS) as loading:
         model, report = tp_layers.load(Toy, folder, plan=PLAN, group=group, dtype=dtype, report=True)
-    with most() as reloading:
+    give_back()
+    with most_memory(SECONDS) as reloading:
         tp_layers.reload(model, folder)
     return {
         "load": loading[0] - report.bytes_held,
@@ -84,7 +63,8 @@ def test_a_load_takes_its_shards_and_its_buffers(ranks, toy, size, dtype):
 
 def full(group: Group, folder: Path) -> int:
     """Bytes beyond its shards that a rank takes to load the full model and shard it."""
-    with most() as seen:
+    give_back()
+    with most_memory(SECONDS) as seen:
         model = Toy(WIDTH, HIDDEN)
         model.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"), strict=False)
         tp_layers.apply(model, PLAN, group=group)

@@ -97,9 +97,10 @@ def a_folder(file: Path) -> None:
 
 NO_CONFIG = {
     "a folder": (a_folder, "is not a file"),
-    "no JSON": (lambda file: file.write_text('{"width": 6'), "cannot be read as a config"),
-    "no text": (lambda file: file.write_bytes(b"\xff\xfe{}"), "cannot be read as a config"),
-    "a list": (lambda file: file.write_text("[]"), "is no config, it holds a list"),
+    "no JSON": (lambda file: file.write_text('{"width": 6'), "is not JSON"),
+    "no text": (lambda file: file.write_bytes(b"\xff\xfe{}"), "is not JSON"),
+    "nested too deeply": (lambda file: file.write_text("[" * 100000), "is not JSON"),
+    "a list": (lambda file: file.write_text("[]"), "is not the config of a model: it holds a list"),
 }
 
 

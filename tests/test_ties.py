@@ -115,11 +115,11 @@ def test_a_file_that_has_changed_is_an_error_and_no_difference(tmp_path):
         stream.truncate(len(whole) - 100)
     with pytest.raises(OSError, match=f"ends early, at offset {len(whole) - 100}"):
         same_bytes(*unknown)
-    with pytest.raises(OSError, match="another file has taken the place"):
+    with pytest.raises(OSError, match="is not the file whose header was read"):
         same_bytes(*pair)
     file.rename(tmp_path / "kept")
     file.write_bytes(whole)
-    with pytest.raises(OSError, match="another file has taken the place"):
+    with pytest.raises(OSError, match="is not the file whose header was read"):
         same_bytes(*pair)
 
 

@@ -122,6 +122,7 @@ def require_equal(tensors: Mapping[str, torch.Tensor], group: Group) -> None:
 
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
     flat = parameter.detach().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     # An odd stride, or a weight of SAMPLES rows would be compared in its first column alone.
     # Infinities of both signs must not add up to a NaN, which equals nothing.
     sample = flat[:: flat.numel() // SAMPLES | 1].double().nan_to_num(0.5, 1e300, -1e300)

@@ -41,16 +41,22 @@ def _completed(model: Any, config: dict[str, Any]) -> dict[str, Any]:
         # As a file would have them: lists for tuples.
         return {**json.loads(json.dumps(known, default=str)), **config}
     if hasattr(model, "_from_config"):
-        return _of_transformers(type(model.config).from_dict(dict(config)).to_dict())
+        return _of_transformers(type(model.config), config)
     return config
 
 
-def _of_transformers(config: Any) -> Any:
-    """Without what any model's config has, and what generation uses. The dtype says how weights are stored."""
-    from transformers import GenerationConfig, PreTrainedConfig
+def _of_transformers(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What its class makes of the config, and what only its class knows of. The dtype says how weights are stored."""
+    from transformers import PreTrainedConfig
 
-    if not isinstance(config, dict):
-        return config
-    general = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "use_cache"} - {"dtype", "architectures"}
-    kept = [key for key in config if key not in general and not key.endswith("_token_id")]
-    return {key: _of_transformers(config[key]) for key in kept}
+    general = {*PreTrainedConfig().to_dict(), "use_cache"} - {"dtype", "architectures"}
+    # Unknown is such as what older files say of generation.
+    known = {*config_class().to_dict(), "dtype", "architectures"}
+    made = {key: value for key, value in config_class.from_dict(dict(config)).to_dict().items() if key in known}
+
+    def own(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {key: own(part[key]) for key in part if key not in general and not key.endswith("_token_id")}
+
+    return own(made)

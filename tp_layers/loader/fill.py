@@ -39,20 +39,14 @@ def allocate(model: nn.Module, parts: Parts, device: torch.device, mmap: bool) -
     return parts
 
 
-def needed_parts(
-    model: nn.Module, sources: Mapping[str, Source], specs: Mapping[str, ShardSpec], group: Group
-) -> Parts:
-    """What this rank reads of the checkpoint, by the name of the tensor, in the order of the files; a tied one once.
+def needed_parts(sources: Mapping[str, Source], specs: Mapping[str, ShardSpec], group: Group) -> Parts:
+    """What this rank reads of the checkpoint, by the name of the tensor, in the order of the files.
 
     Raises:
         ValueError: a tensor of a snapshot cannot be cut in the way its spec says.
     """
-    state, seen = model.state_dict(keep_vars=True), set()
     found: Parts = []
     for name, source in sources.items():
-        if id(state[name]) in seen:
-            continue
-        seen.add(id(state[name]))
         try:
             found += [(name, part) for part in parts_of(source, specs.get(name), group.rank, group.size)]
         except ValueError as error:

@@ -120,6 +120,24 @@ def identity(descriptor: int) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def open_file(entry: Entry) -> int:
+    """A descriptor of the file whose header told of `entry`.
+
+    Raises:
+        OSError: it cannot be opened, or is another file by now, or another content.
+    """
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    if is_same(entry, descriptor):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{entry.file} is not the file whose header was read, or was written to since")
+
+
+def is_same(entry: Entry, descriptor: int) -> bool:
+    """Whether an open file is the one whose header told of `entry`, and was not written to since."""
+    return entry.identity in (None, identity(descriptor))
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file, in the order of their bytes. safetensors' own parser decides what is valid.
 

@@ -105,7 +105,7 @@ def load(
         model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
         refuse_planned(model, resolved)
-        parts = needed_parts(model, sources, resolved.specs, group)
+        parts = needed_parts(sources, resolved.specs, group)
         common = fingerprint(model, resolved, [options.common, *contents(sources)])
         return _Prepared(model, resolved, parts, options, place, common)
 

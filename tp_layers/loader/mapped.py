@@ -5,6 +5,7 @@ in the dtype it is wanted in: whole tensors, and shards of one block cut along d
 mapped, the process ends.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import cast
@@ -12,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from .index import identity
+from .index import open_file
 from .parts import Part, Parts
 
 
@@ -20,7 +21,7 @@ def map_parts(model: nn.Module, parts: Parts) -> tuple[dict[str, torch.Tensor], 
     """The tensors that can be mapped, by name, and the parts of all others, that must be read.
 
     Raises:
-        OSError: another file has taken the place of one whose header was read.
+        OSError: a file is not the one whose header was read, or was written to since.
     """
     state = model.state_dict()
     counts = Counter(name for name, _ in parts)
@@ -47,9 +48,8 @@ def _is_one_run(part: Part) -> bool:
 
 def _map(part: Part) -> torch.UntypedStorage:
     """All of a file, copied page by page where it is written to."""
-    with open(part.entry.file, "rb") as file:
-        if part.entry.identity not in (None, identity(file.fileno())):
-            raise OSError(f"{part.entry.file}: it is not the file whose header was read, or was written to since")
-        size = file.seek(0, 2)
+    descriptor = open_file(part.entry)
+    size = os.fstat(descriptor).st_size
+    os.close(descriptor)
     storage = torch.UntypedStorage.from_file(str(part.entry.file), shared=False, nbytes=size)
     return cast(torch.UntypedStorage, storage)

@@ -18,7 +18,7 @@ import torch
 
 from ..plans.spec import Range
 from .ahead import Ahead
-from .index import identity
+from .index import is_same, open_file
 from .parts import Part
 from .pieces import after, consecutive, packed, rows
 from .staging import STAGE_BYTES, Staging
@@ -114,7 +114,7 @@ class Reader:
         """Closes the file that was read, which must be what it was at first: the reads before may be of another."""
         if self._open is not None:
             job, file = self._open
-            if job.part.entry.identity not in (None, identity(file)):
+            if not is_same(job.part.entry, file):
                 raise self._told(job, job.part.entry.offset, "the file was written to while it was read")
             self._close_file()
 
@@ -124,9 +124,7 @@ class Reader:
         if self._open is None or self._open[0].part.entry.file != entry.file:
             self._finish_file()
             try:
-                self._open = (job, os.open(entry.file, os.O_RDONLY))
-                if entry.identity not in (None, identity(self._open[1])):
-                    raise OSError("it is not the file whose header was read, or was written to since")
+                self._open = (job, open_file(entry))
             except OSError as error:
                 raise self._told(job, entry.offset, error) from error
         return self._open[1]

@@ -69,7 +69,7 @@ def reload(
         with naming(folder):
             if is_pretrained(inner):
                 entries = rename_entries(inner, entries)
-            parts = needed_parts(inner, check_keys(inner, entries, check, specs, in_place=True), specs, group)
+            parts = needed_parts(check_keys(inner, entries, check, specs, in_place=True), specs, group)
         return parts, fingerprint(inner, sharding.resolved, contents(entries))
 
     with meter.phase("preparing"):

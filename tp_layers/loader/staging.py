@@ -36,6 +36,8 @@ class Staging:
         if target.device.type != "cuda":
             target.copy_(staged)
             return
-        # Cast on the device: it does so at its memory's speed, and a cast on the host would wait for the copy.
-        target.copy_(staged.to(target.device, non_blocking=True))
+        if staged.dtype != target.dtype:
+            # Cast on the device: it does so at its memory's speed, and a cast on the host would wait for the copy.
+            staged = staged.to(target.device, non_blocking=True)
+        target.copy_(staged, non_blocking=True)
         self._buffers[-1] = (self._buffers[-1][0], torch.cuda.current_stream(target.device).record_event())

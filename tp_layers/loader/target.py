@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .architecture import difference
-from .layout import STEMS
+from .folder import read_config
+from .layout import DIFFUSERS, STEMS, TRANSFORMERS
 from .snapshot import MANIFEST
 
 CONFIG = "config.json"
@@ -19,7 +20,7 @@ CONFIG = "config.json"
 
 def stem_of(model: nn.Module) -> str:
     """How the names of the model's weight files begin: as diffusers' for its models, else as transformers'."""
-    return "diffusion_pytorch_model" if hasattr(model, "save_config") else "model"
+    return DIFFUSERS if hasattr(model, "save_config") else TRANSFORMERS
 
 
 def weight_files(folder: Path, stem: str) -> list[str]:
@@ -79,11 +80,9 @@ def check_target(model: nn.Module, folder: Path, configs: dict[str, bytes], *, s
     if not file.is_file():
         raise ValueError(f"{file} is not a file: {_ELSEWHERE}")
     try:
-        there = json.loads(file.read_bytes())
+        there = read_config(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as a config ({error}): {_ELSEWHERE}") from error
-    if not isinstance(there, dict):
-        raise ValueError(f"{file} is no config, it holds a {type(there).__name__}: {_ELSEWHERE}")
+        raise ValueError(f"{error}: {_ELSEWHERE}") from error
     # Of transformers' configs; its versions before 5 write the second.
     differing = difference(model, there, json.loads(configs[CONFIG]), notes=("dtype", "torch_dtype"))
     if differing:

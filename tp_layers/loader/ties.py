@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .index import Entry, identity
+from .index import Entry, open_file
 from .snapshot import Source
 
 # What is held of each of two tensors while they are compared.
@@ -78,10 +78,8 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _opened(entry: Entry) -> Iterator[int]:
-    file = os.open(entry.file, os.O_RDONLY)
+    file = open_file(entry)
     try:
-        if entry.identity not in (None, identity(file)):
-            raise OSError(f"another file has taken the place of {entry.file} since its header was read")
         yield file
     finally:
         os.close(file)
