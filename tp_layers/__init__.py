@@ -7,7 +7,7 @@ from .layers.norm import AcrossRMSNorm
 from .loader.load import load
 from .loader.reload import reload
 from .loader.save import save
-from .plans.registry import register
+from .plans.registry import plan_for, register
 from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
 from .verify import verify
 
@@ -23,6 +23,7 @@ __all__ = [
     "apply",
     "describe",
     "load",
+    "plan_for",
     "register",
     "reload",
     "save",

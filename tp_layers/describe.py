@@ -1,13 +1,13 @@
 """`describe`: what a plan does to a model at some size, without touching a weight."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from .plans.lint import pattern
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
 from .plans.shard import sharding_of
@@ -82,7 +82,7 @@ class Report:
             f"  full model       {_size(self.full_bytes)}, {len(self.tensors)} tensors, {sharded} of them sharded",
             f"  each rank holds  {_size(self.held_bytes)}, {self.held_bytes / full:.1%} of the model",
             f"  whole everywhere {_size(self.whole_bytes)}, {self.whole_bytes / full:.1%} of the model",
-            *(f"    {nbytes / full:6.1%}  {pattern}" for pattern, nbytes in self.largest_whole()),
+            *(f"    {nbytes / full:6.1%}  {name}" for name, nbytes in self.largest_whole()),
             "  collectives per forward call",
             *(
                 f"    {item.count} x {item.kind}, {item.bytes_per_row} bytes per row in all"
@@ -97,8 +97,7 @@ class Report:
         sums: dict[str, int] = {}
         for tensor in self.tensors:
             if tensor.spec is None:
-                pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
-                sums[pattern] = sums.get(pattern, 0) + tensor.full_bytes
+                sums[pattern(tensor.name)] = sums.get(pattern(tensor.name), 0) + tensor.full_bytes
         return sorted(sums.items(), key=lambda item: -item[1])[:LARGEST_WHOLE]
 
 

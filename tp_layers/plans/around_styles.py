@@ -47,6 +47,10 @@ class _Watcher:
                 sum_gradient(parameter, self.group)
 
 
+class Replicate(Style):
+    """`"replicate"`: left whole on every rank, and meant to be."""
+
+
 class HeadParameters(Style):
     """`"replicated_with_grad_allreduce"`: whole parameters that each rank applies to its own heads (a q/k norm).
 

@@ -30,7 +30,7 @@ class Match:
 
         Where the `*` names the planned module itself, the block is what holds the list.
         """
-        atoms = self.key.split(".")
+        atoms = self.key.removesuffix("?").split(".")
         if "*" not in atoms:
             return ""
         last = len(atoms) - 1 - atoms[::-1].index("*")
@@ -41,7 +41,8 @@ class Match:
 def match(model: nn.Module, plan: Mapping[str, Any]) -> list[Match]:
     """Every module the plan names, in the plan's order.
 
-    `*` stands for one component of a path, any number of times. A block that lacks an optional module is skipped.
+    `*` stands for one component of a path, any number of times. A block that lacks an optional module is skipped; a key
+    that ends with `?` may match nothing at all, for what only some configs of a class have.
 
     Raises:
         ValueError: an unknown style, a key that matches nothing anywhere, two keys for one module, or one module at
@@ -58,8 +59,9 @@ def match(model: nn.Module, plan: Mapping[str, Any]) -> list[Match]:
             style = style_of(value)
         except ValueError as error:
             raise ValueError(f"plan key '{key}': {error}") from None
-        matches = [Match(path, key, style, target) for path, target in _walk(model, key.split("."), "")]
-        if not matches:
+        atoms = key.removesuffix("?").split(".")
+        matches = [Match(path, key, style, target) for path, target in _walk(model, atoms, "")]
+        if not matches and not key.endswith("?"):
             raise ValueError(_nothing(model, key))
         for item in matches:
             other = found.setdefault(item.path, item)

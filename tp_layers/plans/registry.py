@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from . import flux, flux2, ltx, minimax_h3, qwenimage
+from .families import PLANS
+from .modulation import with_modulation
 
 Plan = Mapping[str, Any]
 PlanLike = Plan | Callable[[nn.Module], Plan]
@@ -23,12 +24,20 @@ def register(name: str, plan: PlanLike) -> None:
     _PLANS[name] = plan
 
 
-def plan_for(model: nn.Module) -> Plan:
+def plan_for(model: nn.Module, *, modulation: str = "auto") -> Plan:
     """The plan of `model`'s class, or of the nearest base that has one: registered, else its own `_tp_plan`.
 
+    Args:
+        modulation: what becomes of the layers the plan calls "modulation": "sharded", "whole", or "auto", which shards
+            them where they are more than 5 % of the model's parameters.
+
     Raises:
-        ValueError: there is neither.
+        ValueError: there is neither, the plan's function refuses the model, or `modulation` is none of the three.
     """
+    return with_modulation(model, _plan_of(model), modulation)
+
+
+def _plan_of(model: nn.Module) -> Plan:
     if "_tp_plan" in vars(model) and type(model).__name__ not in _PLANS:
         return vars(model)["_tp_plan"]
     for base in type(model).__mro__:
@@ -43,6 +52,5 @@ def plan_for(model: nn.Module) -> Plan:
     )
 
 
-for _module in (flux, flux2, ltx, minimax_h3, qwenimage):
-    for _name, _plan in _module.PLANS.items():
-        register(_name, _plan)
+for _name, _plan in PLANS.items():
+    register(_name, _plan)

@@ -12,9 +12,10 @@ from torch import nn
 
 from .flow import open_ends
 from .heads import Count, head_counts, head_norms
+from .lint import left_whole
 from .match import Match, match
 from .spec import ShardSpec
-from .styles import STYLES, ShardParameter, Style
+from .styles import STYLES, Replicate, ShardParameter, Style
 
 LARGEST_SIZE = 64
 
@@ -64,13 +65,18 @@ def resolve(model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool
     if notes and check:
         raise ValueError(f"{notes[0]}; pass check=False if that is meant")
     # Without functions, so that a sharded model can be pickled, and the plan sent to other processes.
-    styles = {item.path: item.style.pinned(item.target) for item in matches}
+    meant = [item.path for item in matches if isinstance(item.style, Replicate)]
+    styles = {item.path: item.style.pinned(item.target) for item in matches if item.path not in meant}
     for path in head_norms(model, matches):
         styles[path] = STYLES["replicated_with_grad_allreduce"]
+    if size > 1:
+        notes += left_whole(model, specs, meant)
     return Resolved(size, styles, specs, sizes, notes)
 
 
 def _specs(item: Match) -> dict[str, ShardSpec]:
+    if isinstance(item.style, Replicate):
+        return {}
     if isinstance(item.style, ShardParameter):
         if isinstance(item.target, nn.Module):
             raise ValueError(f"ShardParameter names a parameter, this is the module {type(item.target).__name__}")

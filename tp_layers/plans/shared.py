@@ -3,6 +3,8 @@
 from typing import Any
 
 Plan = dict[str, Any]
+# Of a family's file: name of a published model -> its class, and the config's entries that differ from the defaults.
+Published = dict[str, tuple[str, dict[str, Any]]]
 
 
 def self_attention(path: str) -> Plan:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .around_styles import Divide, HeadParameters, RMSNorm, ShardParameter, SliceOutput
+from .around_styles import Divide, HeadParameters, Replicate, RMSNorm, ShardParameter, SliceOutput
 from .linear_styles import (
     Colwise,
     ColwiseGather,
@@ -18,6 +18,7 @@ __all__ = [
     "Divide",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
+    "Replicate",
     "ShardParameter",
     "SliceOutput",
     "Style",
@@ -31,6 +32,7 @@ STYLES: dict[str, Style] = {
     "rowwise_split_input": RowwiseSplitInput(),
     "colwise_gather": ColwiseGather(),
     "rms_norm": RMSNorm(),
+    "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),
 }
 _NAMES = {type(style): name for name, style in STYLES.items()}

@@ -8,8 +8,8 @@ Whole: the timestep modulation and the caption projection (under 1 %), and the p
 
 from typing import Any
 
-from .shared import feed_forward, self_attention
-from .styles import Divide, SliceOutput
+from ..shared import feed_forward, self_attention
+from ..styles import Divide, SliceOutput
 
 
 def _attention(path: str) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """FLUX.1 (dev, schnell, Fill, Kontext).
 
-Whole: the AdaLN modulations (`norm1.linear`, `norm1_context.linear`, `norm.linear`; 27 % of FLUX.1-dev), whose output
-every rank needs in full; the embedders and the final projection (under 1 %); the q and k norms, which act within a
-head.
+The AdaLN modulations (`norm1.linear`, `norm1_context.linear`, `norm.linear`) are 27 % of FLUX.1-dev.
+
+Whole: the embedders and the final projection (under 1 %); the q and k norms, which act within a head.
 """
 
-from .shared import feed_forward, joint_attention
-from .styles import PackedRowwiseParallel
+from ..shared import Published, feed_forward, joint_attention
+from ..styles import PackedRowwiseParallel
 
 PLANS = {
     "FluxTransformer2DModel": {
+        "transformer_blocks.*.norm1.linear": "modulation",
+        "transformer_blocks.*.norm1_context.linear": "modulation",
+        "single_transformer_blocks.*.norm.linear": "modulation",
         **joint_attention("transformer_blocks.*.attn"),
         **feed_forward("transformer_blocks.*.ff"),
         **feed_forward("transformer_blocks.*.ff_context"),
@@ -23,3 +26,5 @@ PLANS = {
         ),
     }
 }
+
+PUBLISHED: Published = {"FLUX.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True})}

@@ -7,8 +7,8 @@ and k norms, which act within a head. No attribute is divided: the single blocks
 
 from typing import Any
 
-from .shared import joint_attention
-from .styles import PackedColwiseParallel, PackedRowwiseParallel
+from ..shared import Published, joint_attention
+from ..styles import PackedColwiseParallel, PackedRowwiseParallel
 
 
 def _gated(path: str) -> dict[str, Any]:
@@ -24,4 +24,8 @@ PLANS = {
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj": PackedColwiseParallel(),
         "single_transformer_blocks.*.attn.to_out": PackedRowwiseParallel(),
     }
+}
+
+PUBLISHED: Published = {
+    "FLUX.2-dev": ("Flux2Transformer2DModel", {}),
 }

@@ -1,7 +1,6 @@
 """MiniMax-H3.
 
-`adaln_proj.linear` (2688 -> 96768, 50 times) is 39 % of its 33 B parameters, so it is sharded too: its input has a
-handful of rows, and rowwise keeps its output whole, as its reader needs it.
+The modulation `adaln_proj.linear` (2688 -> 96768, 50 times) is 39 % of its 33 B parameters.
 
 Whole: the text projection (28 M), the timestep MLP, the input and output heads, and the q and k norms, which act
 within a head.
@@ -9,8 +8,8 @@ within a head.
 
 from typing import Any
 
-from .shared import feed_forward, self_attention
-from .styles import Divide, PackedColwiseParallel
+from ..shared import Published, feed_forward, self_attention
+from ..styles import Divide, PackedColwiseParallel
 
 
 def _block(path: str) -> dict[str, Any]:
@@ -25,6 +24,8 @@ PLANS = {
     "MiniMaxH3Transformer3DModel": {
         **_block("token_refiner.refiner_blocks.*"),
         **_block("transformer_blocks.*"),
-        "transformer_blocks.*.adaln_proj.linear": "rowwise_split_input",
+        "transformer_blocks.*.adaln_proj.linear": "modulation",
     }
 }
+
+PUBLISHED: Published = {"MiniMax-H3": ("MiniMaxH3Transformer3DModel", {})}
