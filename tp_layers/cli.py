@@ -22,6 +22,8 @@ from .loader.load import describe_checkpoint, load
 from .loader.report import LoadReport
 from .loader.save import check_limit, save
 from .named import class_of, imported, model_class
+from .overview import published, table
+from .plans.families import PUBLISHED
 from .plans.registry import plan_for
 from .verify import verify
 
@@ -65,10 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--plan", metavar="FILE.py:NAME", help="a plan of your own, instead of the registered one")
 
     made = commands.add_parser("describe", help=DESCRIBE, description=DESCRIBE)
-    made.add_argument("what", metavar="FOLDER|CLASS", nargs="?")
+    made.add_argument("what", metavar="FOLDER|CLASS|NAME", nargs="?", help="NAME: of a published model, as in --all")
     made.add_argument("--size", type=int, help="number of ranks")
     checkpoint(made)
     with_plan(made)
+    made.add_argument("--all", action="store_true", help="instead: a table of the published models the registry knows")
     made.add_argument("--kernels", action="store_true", help="instead: which backend 'auto' takes for each operation")
     made.add_argument("--architecture", choices=configs.ARCHITECTURES, help="for --kernels (default: this GPU's)")
     made.set_defaults(run=_describe)
@@ -91,12 +94,16 @@ def _describe(options: argparse.Namespace) -> int:
         _refuse(options, OF_MODELS, "describe --kernels is not about a model")
         return _kernels(options.architecture or _current_architecture())
     _refuse(options, ("architecture",), "without --kernels no GPU is asked for")
+    if options.all:
+        _refuse(options, OF_MODELS, "describe --all is about all models")
+        print(table(), end="")
+        return 0
     if options.what is None or options.size is None:
-        raise ValueError("describe needs FOLDER|CLASS and --size, or --kernels")
+        raise ValueError("describe needs FOLDER|CLASS|NAME and --size, or --all, or --kernels")
     if "/" not in options.what and not Path(options.what).exists():
-        _refuse(options, PLACE, f"{options.what} is a class, and no folder")
+        _refuse(options, PLACE, f"{options.what} is no folder")
         dtype = DTYPES.get(options.dtype)
-        model = build(model_class(options.what), {})
+        model = published(options.what) if options.what in PUBLISHED else build(model_class(options.what), {})
         model = model if dtype is None else nn.Module.to(model, dtype)
     else:
         model = _described(options)

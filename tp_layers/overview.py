@@ -1,0 +1,75 @@
+"""Published models by name, and the table of what their plans do: `tp-layers describe NAME` and `--all`.
+
+Everything is computed from configs, on meta, with weights in bfloat16 but for those a class keeps in float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .describe import Report, describe
+from .loader.build import build, final_dtype
+from .named import model_class
+from .plans.families import PUBLISHED
+from .plans.registry import plan_for
+
+SIZES = (2, 4, 8)
+HEADER = """# Models
+
+What the registered plans do to published models, from their configs alone: `tp-layers describe --all` prints this
+page, and `tp-layers describe NAME --size N` says more of one. Weights are in bfloat16, those that a class keeps in
+float32 in float32; GB = 10^9 bytes on each rank. A size that is left out (-) does not divide the model's heads or
+blocks. Collectives are those of one forward call, with their bytes for each row of their input: a token, and for a
+modulation (all-gathered) an image.
+
+| model | class | parameters | sharded | GB on one | {sizes} | collectives |
+| --- | --- | --- | --- | --- | {rules} | --- |
+"""
+
+
+def published(name: str) -> nn.Module:
+    """The model published as `name`, without weights, in bfloat16.
+
+    Raises:
+        ValueError: there is none in the registry, or its library is missing.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"no published model is called '{name}'; there are {', '.join(sorted(PUBLISHED))}")
+    found, config = PUBLISHED[name]
+    try:
+        model = build(model_class(found), config)
+    except ValueError:
+        kind = model_class(found, "transformers")
+        with torch.device("meta"):
+            model = kind(kind.config_class(**config))
+    for key, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(final_dtype(model, key, parameter.dtype, torch.bfloat16))
+    return model
+
+
+def table() -> str:
+    """`docs/models.md`: a row for every published model."""
+    sizes = " | ".join(f"GB at {size}" for size in SIZES)
+    return HEADER.format(sizes=sizes, rules=" | ".join("---" for _ in SIZES)) + "".join(_rows())
+
+
+def _rows() -> Iterator[str]:
+    for name in sorted(PUBLISHED, key=str.lower):
+        model = published(name)
+        plan = plan_for(model)
+        one = describe(model, plan, size=1)
+        reports = {size: describe(model, plan, size=size) for size in SIZES if size in one.sizes}
+        yield "| " + " | ".join([name, one.model, *_cells(model, one, reports)]) + " |\n"
+
+
+def _cells(model: nn.Module, one: Report, reports: dict[int, Report]) -> list[str]:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    first = next(iter(reports.values()), one)
+    return [
+        f"{count / 1e9:.2f} B",
+        f"{1 - first.whole_bytes / first.full_bytes:.0%}",
+        f"{one.held_bytes / 1e9:.2f}",
+        *(f"{reports[size].held_bytes / 1e9:.2f}" if size in reports else "-" for size in SIZES),
+        ", ".join(f"{it.count} {it.kind} ({it.bytes_per_row / 1e3:,.0f} kB a row)" for it in first.collectives),
+    ]
