@@ -39,7 +39,7 @@ def test_the_architecture_is_by_default_that_of_the_gpu(capsys, monkeypatch):
 @pytest.mark.parametrize("arguments", [[], ["--size", "2"], ["FluxTransformer2DModel"]], ids=["none", "size", "model"])
 def test_a_model_and_a_size_are_needed_otherwise(capsys, arguments):
     assert main(["describe", *arguments]) == 2
-    assert "needs FOLDER|CLASS and --size, or --kernels" in capsys.readouterr().err
+    assert "needs FOLDER|CLASS|NAME and --size, or --all, or --kernels" in capsys.readouterr().err
 
 
 def test_an_unknown_architecture_is_refused(capsys):

@@ -8,7 +8,7 @@ import torch
 
 import tp_layers
 from close import FLOAT32, relative_error
-from families import REGISTERED, digest, run
+from families import ONE_OF_EACH, REGISTERED, digest, run
 from tp_layers.group import Group
 from tp_layers.plans.families import PLANS
 from tp_layers.plans.match import match
@@ -43,6 +43,24 @@ def test_sharded_equals_one_device_in_float32(ranks, label):
         assert len({bits for _, bits in results}) == 1
         for got, reference in zip(results[0][0], wanted, strict=True):
             assert relative_error(got, reference) <= FLOAT32, size
+
+
+def from_checkpoint(group: Group, label: str, folder: str) -> tuple[list[torch.Tensor], int]:
+    """The same through `load`, with the plan that a user gets."""
+    family = REGISTERED[label]
+    outputs = run(tp_layers.load(type(family.build()), folder, group=group), family.inputs())
+    return (outputs if group.rank == 0 else []), digest(outputs)
+
+
+@pytest.mark.parametrize("label", ONE_OF_EACH)
+def test_a_checkpoint_of_each_family_is_loaded_sharded(ranks, tmp_path, label):
+    model = REGISTERED[label].build()
+    wanted = run(model, REGISTERED[label].inputs())
+    model.save_pretrained(tmp_path)
+    results = ranks(2, from_checkpoint, label, str(tmp_path))
+    assert len({bits for _, bits in results}) == 1
+    for got, reference in zip(results[0][0], wanted, strict=True):
+        assert relative_error(got, reference) <= FLOAT32
 
 
 def test_every_plan_has_a_test_config():
@@ -98,7 +116,12 @@ def forgettable() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_incomplete_plan_is_caught_by_the_comparison(ranks, kind):
+    assert caught(ranks, "LTXVideoTransformer3DModel", kind)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("label", "kind"), forgettable())
-def test_an_incomplete_plan_is_caught_by_the_comparison(ranks, label, kind):
+def test_an_incomplete_plan_is_caught_in_every_family(ranks, label, kind):
     assert caught(ranks, label, kind)

@@ -10,7 +10,7 @@ import pkgutil
 
 from .family import Family, digest, run
 
-__all__ = ["FAMILIES", "REGISTERED", "Family", "digest", "run"]
+__all__ = ["FAMILIES", "ONE_OF_EACH", "REGISTERED", "Family", "digest", "run"]
 
 _FILES = [
     importlib.import_module(f"{__name__}.{found.name}")
@@ -20,5 +20,7 @@ _FILES = [
 
 # Every class (and variant) that has a test config, by label.
 REGISTERED: dict[str, Family] = {family.label: family for file in _FILES for family in file.FAMILIES}
+# The first of every file.
+ONE_OF_EACH = [file.FAMILIES[0].label for file in _FILES]
 # Those that go through every test there is.
 FAMILIES: dict[str, Family] = {label: family for label, family in REGISTERED.items() if family.thorough}
