@@ -58,7 +58,7 @@ def variants(
     """Each way to get rank 0's shards onto the device, and their bytes."""
     entries = read_header(file)
     targets = {
-        name: torch.empty(spec.local_shape(shape, size), dtype=torch.bfloat16, device=device)
+        name: torch.empty(spec.local_shape(shape, 0, size), dtype=torch.bfloat16, device=device)
         for name, (shape, spec) in cuts.items()
     }
     jobs = [

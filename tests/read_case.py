@@ -92,7 +92,7 @@ def write(folder: Path, tensor: torch.Tensor, before: int = 0) -> Entry:
 
 def shard(entry: Entry, spec: ShardSpec | None, rank: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """What a rank reads, and the bytes it asked for. The tensor is filled with other bits before."""
-    shape = entry.shape if spec is None else spec.local_shape(entry.shape, size)
+    shape = entry.shape if spec is None else spec.local_shape(entry.shape, rank, size)
     target = torch.empty(shape, dtype=dtype)
     bits(target).fill_(0x55)
     (part,) = parts.parts_of(entry, spec, rank, size)

@@ -35,7 +35,7 @@ def tensor_of(name: str, entry: Entry) -> torch.Tensor:
 
 def shard_of(name: str, stored: Sharded, spec: ShardSpec, rank: int, size: int) -> torch.Tensor:
     """The shard that `rank` of `size` holds by `spec`, from the stored shards; what they lack is NaN or 1."""
-    target = torch.full(spec.local_shape(stored.shape, size), float("nan")).to(stored.dtype)
+    target = torch.full(spec.local_shape(stored.shape, rank, size), float("nan")).to(stored.dtype)
     for stored_rank, entry in enumerate(stored.shards):
         ranges = spec.overlap(rank, size, stored.spec, stored_rank, len(stored.shards))
         shard = tensor_of(name, entry) if ranges else None

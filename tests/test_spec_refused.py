@@ -37,7 +37,7 @@ def test_a_block_that_the_size_does_not_divide_is_refused():
             with pytest.raises(ValueError, match="a block of 9 along dim 0 is not divisible by 2 ranks"):
                 use(rank, 2)
     with pytest.raises(ValueError, match="not divisible by 4 ranks"):
-        spec.local_shape((12,), 4)
+        spec.local_shape((12,), 0, 4)
     with pytest.raises(ValueError, match="a block of 3 along dim 0 is not divisible by 2 ranks"):
         ShardSpec(0, (4, 3)).ranges(0, 2)
 

@@ -92,7 +92,7 @@ def agreed(
 
 def fingerprint(model: nn.Module, resolved: Resolved, others: Sequence[str] = ()) -> str:
     """A digest of the model's class, its parameters' names, shapes and dtypes, the resolved plan, and `others`."""
-    parts = [type(model).__name__, str(resolved.size), str(resolved.specs), *others]
+    parts = [type(model).__name__, str(resolved.size), f"uneven {resolved.uneven}", str(resolved.specs), *others]
     parts += [f"{path}: {label(style)}" for path, style in resolved.styles.items()]
     parts += [f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -28,6 +28,7 @@ def apply(
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     copy: bool = True,
+    uneven: bool = False,
 ) -> Model:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
@@ -42,6 +43,8 @@ def apply(
             bfloat16. None: the layer's dtype.
         copy: False moves no bytes: the linear layers keep the full weights and read this rank's part of them, for
             inference on one rank, experiments, and weights in memory that the ranks share.
+        uneven: True accepts sizes that do not divide head counts and widths: ranks then hold unequal numbers of whole
+            heads (10, 10, 9 and 9 of 38), the first ranks more.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
@@ -54,7 +57,7 @@ def apply(
         options = Options(backend, reduce_dtype, copy)
         # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
         refuse(model)
-        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check, uneven=uneven)
         refuse_planned(model, resolved)
         return resolved, options, fingerprint(model, resolved, [options.common])
 

@@ -32,7 +32,7 @@ DESCRIBE = "What a plan does at a size, without reading weights; or which kernel
 LIMIT_SECONDS = 24 * 3600.0
 # Options of `describe`, by what they are about.
 PLACE = ("subfolder", "variant", "revision")
-OF_MODELS = ("what", "size", *PLACE, "dtype", "plan")
+OF_MODELS = ("what", "size", *PLACE, "dtype", "plan", "uneven")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def with_plan(made: argparse.ArgumentParser) -> None:
         made.add_argument("--plan", metavar="FILE.py:NAME", help="a plan of your own, instead of the registered one")
+        # None, as for all options that were not given.
+        made.add_argument("--uneven", action="store_true", default=None, help="ranks may hold unequal parts")
 
     made = commands.add_parser("describe", help=DESCRIBE, description=DESCRIBE)
     made.add_argument("what", metavar="FOLDER|CLASS|NAME", nargs="?", help="NAME: of a published model, as in --all")
@@ -107,7 +109,8 @@ def _describe(options: argparse.Namespace) -> int:
         model = model if dtype is None else nn.Module.to(model, dtype)
     else:
         model = _described(options)
-    print(describe(model, _plan(options) or plan_for(model), size=options.size, check=False))
+    plan = _plan(options) or plan_for(model)
+    print(describe(model, plan, size=options.size, check=False, uneven=bool(options.uneven)))
     return 0
 
 
@@ -150,7 +153,7 @@ def _verify(options: argparse.Namespace) -> int:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{options.what} must return (model, inputs), it returned {type(made).__name__}")
     model, inputs = made
-    verdict = verify(model, inputs, _plan(options), size=options.size)
+    verdict = verify(model, inputs, _plan(options), size=options.size, uneven=bool(options.uneven))
     print(verdict)
     return 0 if verdict.ok else 1
 
@@ -186,7 +189,7 @@ def _save(options: argparse.Namespace) -> int:
 
 def _how(options: argparse.Namespace, plan: Any) -> tuple[Any, dict[str, Any]]:
     how = {name: getattr(options, name) for name in PLACE}
-    return plan, how | {"dtype": DTYPES.get(options.dtype)}
+    return plan, how | {"dtype": DTYPES.get(options.dtype), "uneven": bool(options.uneven)}
 
 
 def _trial(
@@ -209,5 +212,5 @@ def _trial(
 def _checked(options: argparse.Namespace) -> Any:
     """Raises what `load` would, before any process is started; returns the plan that was asked for."""
     plan = _plan(options)
-    describe(_described(options), plan, size=options.size)
+    describe(_described(options), plan, size=options.size, uneven=bool(options.uneven))
     return plan

@@ -7,6 +7,8 @@
     all_gather   merge        own shard          shards whose consumer is whole
     split        own shard    merge              a whole tensor of which each rank needs a shard
 
+Of shards of several lengths, an all-gather carries as many bytes as if all were as long as the longest.
+
 At size 1 each of them returns its argument. This is the only module that treats one rank specially.
 """
 
@@ -33,11 +35,12 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+    x = spec.pad(x, group.size)
     shards = x.new_empty((group.size, *x.shape))
     if x.numel():
         rows = shards.flatten(0, 1) if x.dim() else shards
         getattr(dist, GATHER)(rows, x.contiguous(), group=group.process_group)
-    return spec.merge(shards.unbind())
+    return spec.merge([spec.trim(shard, rank, group.size) for rank, shard in enumerate(shards.unbind())])
 
 
 class _AllReduce(torch.autograd.Function):
@@ -130,14 +133,21 @@ def all_gather(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
-    """This rank's shard of a whole `x` under `spec`, a view where the spec allows one."""
+    """This rank's shard of a whole `x` under `spec`, a view where the spec allows one.
+
+    Raises:
+        ValueError: several ranks would hold the same part, whose gradients would have to be summed.
+    """
+    if spec.copies(group.size) > 1:
+        raise ValueError(f"a dim of {spec.blocks} in {spec.granules} granules cannot be split over {group.size} ranks")
     return x if group.size == 1 else _Split.apply(x, group, spec)
 
 
-def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
+def sum_gradient(parameter: torch.nn.Parameter, group: Group, spec: ShardSpec | None = None) -> None:
     """From now on the gradient of a whole `parameter` that every rank uses for its own heads is summed over the ranks.
 
-    Called again for the same parameter, it does nothing.
+    With `spec`, the parameter is a shard of which other ranks hold some or all rows too: a row's gradient is summed
+    over those ranks, by an all-reduce of the full tensor. Called again for the same parameter, it does nothing.
     """
     # By its identity: a copy of the parameter has the attribute, but not the hook.
     if group.size == 1 or getattr(parameter, "tp_layers_summed", None) == id(parameter):
@@ -146,8 +156,16 @@ def sum_gradient(parameter: torch.nn.Parameter, group: Group) -> None:
     # A tensor accepts a hook only while it requires a gradient; the hook stays if it is frozen and thawed later.
     wanted = parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_hook(lambda grad: _sum(grad.clone(memory_format=torch.contiguous_format), group))
+    parameter.register_hook(lambda grad: _summed(grad, group, spec))
     parameter.requires_grad_(wanted)
+
+
+def _summed(grad: torch.Tensor, group: Group, spec: ShardSpec | None) -> torch.Tensor:
+    if spec is None:
+        return _sum(grad.clone(memory_format=torch.contiguous_format), group)
+    full = grad.new_zeros(spec.full_shape(grad.shape))
+    spec.put(grad, full, group.rank, group.size)
+    return spec.take(_sum(full, group), group.rank, group.size)
 
 
 def largest(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -19,7 +19,7 @@ LARGEST_WHOLE = 6
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter or persistent buffer: bytes in full and on one rank, and its spec (None: whole)."""
+    """One parameter or persistent buffer: bytes in full and on the rank with the most, and its spec (None: whole)."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Tensor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of it on every rank."""
+        """Bytes of it on every rank, or on rank 0, which has the most where ranks differ."""
         return math.prod(self.local_shape) * self.itemsize
 
 
@@ -66,8 +66,13 @@ class Report:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that each rank holds: its shards, and what stays whole."""
+        """Bytes that each rank holds, of its shards and of what stays whole; where ranks differ, rank 0, the most."""
         return sum(tensor.held_bytes for tensor in self.tensors)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold as much."""
+        return all(tensor.spec is None or tensor.spec.is_even(self.size) for tensor in self.tensors)
 
     @property
     def whole_bytes(self) -> int:
@@ -77,10 +82,11 @@ class Report:
     def __str__(self) -> str:
         full = max(self.full_bytes, 1)
         sharded = sum(1 for tensor in self.tensors if tensor.spec is not None)
+        holder = "each rank holds " if self.is_even else "largest rank    "
         lines = [
             f"{self.model} over {self.size} ranks (sizes that work: {', '.join(map(str, self.sizes))})",
             f"  full model       {_size(self.full_bytes)}, {len(self.tensors)} tensors, {sharded} of them sharded",
-            f"  each rank holds  {_size(self.held_bytes)}, {self.held_bytes / full:.1%} of the model",
+            f"  {holder} {_size(self.held_bytes)}, {self.held_bytes / full:.1%} of the model",
             f"  whole everywhere {_size(self.whole_bytes)}, {self.whole_bytes / full:.1%} of the model",
             *(f"    {nbytes / full:6.1%}  {name}" for name, nbytes in self.largest_whole()),
             "  collectives per forward call",
@@ -102,7 +108,12 @@ class Report:
 
 
 def describe(
-    model: nn.Module, plan: Mapping[str, Any] | None = None, *, size: int | None = None, check: bool = True
+    model: nn.Module,
+    plan: Mapping[str, Any] | None = None,
+    *,
+    size: int | None = None,
+    check: bool = True,
+    uneven: bool = False,
 ) -> Report:
     """What `apply(model, plan)` would do on `size` ranks, or, for a sharded model, what was done to it.
 
@@ -110,22 +121,24 @@ def describe(
         model: a meta model is enough; only shapes, dtypes and attributes are read.
         plan: as in `apply`; not for a model that is sharded already, which knows its own.
         size: the number of ranks; needed unless the model is sharded.
-        check: as in `apply`.
+        check, uneven: as in `apply`.
 
     Raises:
         ValueError: the plan does not fit (see `resolve`), the size is missing, or it is not the sharded model's own.
     """
     sharding = sharding_of(model)
     if sharding is not None:
-        if plan is not None or size not in (None, sharding.group.size):
+        own = sharding.resolved
+        if plan is not None or size not in (None, own.size) or uneven not in (False, own.uneven):
             raise ValueError(
                 f"this model is sharded over {sharding.group.size} ranks already: describe(model) says how"
             )
-        resolved, taken = sharding.resolved, True
+        resolved, taken = own, True
     elif size is None:
         raise ValueError("describe needs size=, the number of ranks")
     else:
-        resolved, taken = resolve(model, plan_for(model) if plan is None else plan, size, check=check), False
+        chosen = plan_for(model) if plan is None else plan
+        resolved, taken = resolve(model, chosen, size, check=check, uneven=uneven), False
     return Report(
         type(model).__name__,
         resolved.size,
@@ -142,10 +155,9 @@ def _tensors(model: nn.Module, resolved: Resolved, taken: bool) -> list[Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         spec, shape = resolved.specs.get(name), tuple(tensor.shape)
         full, local = shape, shape
-        if spec is not None and taken:
-            full = spec.full_shape(shape)
-        elif spec is not None:
-            local = spec.local_shape(shape, resolved.size)
+        if spec is not None:
+            full = spec.full_shape(shape) if taken else shape
+            local = spec.local_shape(full, 0, resolved.size)
         # Tied tensors count once.
         found.setdefault(id(tensor), Tensor(name, full, local, tensor.dtype.itemsize, spec))
     return list(found.values())

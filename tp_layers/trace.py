@@ -84,7 +84,7 @@ class Recorder:
 
 def findings(reference: Recorder, sharded: Recorder, resolved: Resolved, group: Group) -> Iterator[Finding]:
     """What a sharded run shows, in the order of its module calls, up to the one that fails or has no counterpart."""
-    blocks = {spec.blocks for spec in resolved.specs.values()}
+    specs = {_proportions(spec) for spec in resolved.specs.values()} | {ShardSpec(0, (1,))}
     for wanted, got in zip(reference.events, sharded.events, strict=False):
         if (wanted.path, wanted.place) != (got.path, got.place) or len(wanted.tensors) != len(got.tensors):
             yield Finding(got.path, got.place, math.nan, f"the unsharded model runs '{wanted.path}' at this point")
@@ -92,7 +92,7 @@ def findings(reference: Recorder, sharded: Recorder, resolved: Resolved, group: 
         own = resolved.specs.get(f"{got.path}.weight")
         style = resolved.styles.get(got.path)
         planned = own is not None and style is not None and "split" in (style.input, style.output)
-        candidates = {own.blocks} if own is not None and planned else blocks | {(1,)}
+        candidates = {_proportions(own)} if own is not None and planned else specs
         for full, local in zip(wanted.tensors, got.tensors, strict=True):
             yield _finding(got, full, local, candidates, group)
     if sharded.failure is not None:
@@ -101,7 +101,7 @@ def findings(reference: Recorder, sharded: Recorder, resolved: Resolved, group: 
 
 
 def _finding(
-    event: Event, full: torch.Tensor, local: torch.Tensor, candidates: set[tuple[int, ...]], group: Group
+    event: Event, full: torch.Tensor, local: torch.Tensor, candidates: set[ShardSpec], group: Group
 ) -> Finding:
     if full.shape == local.shape:
         return Finding(event.path, event.place, _relative(local, full))
@@ -109,18 +109,26 @@ def _finding(
         problem = f"the model returns {tuple(local.shape)} in place of {tuple(full.shape)}: its output is split"
         return Finding(event.path, event.place, math.nan, problem)
     dims = [dim for dim in range(full.dim()) if full.dim() == local.dim() and full.shape[dim] != local.shape[dim]]
-    if len(dims) != 1 or local.shape[dims[0]] * group.size != full.shape[dims[0]]:
-        problem = f"its shape {tuple(local.shape)} is neither that of one rank, {tuple(full.shape)}, nor a part of it"
-        return Finding(event.path, event.place, math.nan, problem)
     errors = []
-    for blocks in candidates:
+    for cut in candidates if len(dims) == 1 else ():
         try:
-            spec = ShardSpec.of(dims[0], full.shape[dims[0]], blocks)
-            errors.append(_relative(local, spec.take(full, group.rank, group.size)))
+            spec = ShardSpec.of(dims[0], full.shape[dims[0]], cut.blocks, cut.granules)
+            part = spec.take(full, group.rank, group.size)
         except ValueError:
-            # These blocks belong to a layer of another width.
+            # This cut belongs to a layer of another width.
             continue
-    return Finding(event.path, event.place, min(errors, default=math.nan))
+        if part.shape == local.shape:
+            errors.append(_relative(local, part))
+    if errors:
+        return Finding(event.path, event.place, min(errors))
+    problem = f"its shape {tuple(local.shape)} is neither that of one rank, {tuple(full.shape)}, nor a part of it"
+    return Finding(event.path, event.place, math.nan, problem)
+
+
+def _proportions(spec: ShardSpec) -> ShardSpec:
+    """The cut of any dim that has the blocks of `spec` in the same proportions, such as heads in place of channels."""
+    unit = math.gcd(*spec.blocks)
+    return ShardSpec(0, tuple(block // unit for block in spec.blocks), spec.granules)
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -68,6 +68,7 @@ def verify(
     size: int | None = None,
     group: GroupLike = None,
     check: bool = True,
+    uneven: bool = False,
 ) -> Verification:
     """Compares `model` sharded by `plan` with itself on one rank, layer by layer. The model is not changed.
 
@@ -77,7 +78,7 @@ def verify(
     Args:
         model: whole; it is copied and compared in float32, with dropout off.
         inputs: keyword arguments (a mapping), positional ones (a sequence), or the one tensor of its forward.
-        plan, check: as in `apply`.
+        plan, check, uneven: as in `apply`.
         size: the number of ranks to start; under a group it may be left out.
 
     Raises:
@@ -89,7 +90,7 @@ def verify(
         raise ValueError("verify needs size=, the number of ranks to start")
     plan = plan_for(model) if plan is None else plan
     refuse(model)
-    resolved = resolve(model, plan, size, check=check)
+    resolved = resolve(model, plan, size, check=check, uneven=uneven)
     refuse_planned(model, resolved)
     if given:
         return compare(Group.of(group), model, inputs, resolved)

@@ -6,6 +6,7 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -53,7 +54,7 @@ class ShardedLinear(nn.Module):
             raise ValueError("its weight is parametrised, so it is computed; remove the parametrisation first")
         self.spec, self.group, self.options = spec, group, options
         # The same cut, of an activation's last dim.
-        self.features = ShardSpec(-1, spec.blocks)
+        self.features = replace(spec, dim=-1)
         mine = spec.ranges(group.rank, group.size)
         self.local_features = sum(stop - start for start, stop, _ in mine)
         self.ranges = None if options.copy else [(start, stop) for start, stop, _ in mine]
@@ -81,7 +82,11 @@ class ShardedLinear(nn.Module):
 
 
 class ColwiseLinear(ShardedLinear):
-    """`x [.., K]`, whole -> `y [.., N / size]`, this rank's part of each block; with `gather` the whole `y [.., N]`."""
+    """`x [.., K]`, whole -> `y [.., N / size]`, this rank's part of each block; with `gather` the whole `y [.., N]`.
+
+    A block of fewer granules than ranks (kv heads) is replicated: the gradient that a rank gets is of its own readers
+    only, so that of a row of weight or bias is the sum over the ranks that hold it (see `sum_gradient`).
+    """
 
     def __init__(
         self, linear: nn.Linear, spec: ShardSpec, group: Group, gather: bool = False, options: Options = DEFAULT
@@ -100,15 +105,18 @@ class ColwiseLinear(ShardedLinear):
         *,
         group: GroupLike = None,
         blocks: Sequence[int] | None = None,
+        granules: Sequence[int] | None = None,
         gather: bool = False,
         options: Options = DEFAULT,
     ) -> "ColwiseLinear":
         """This rank's rows of `linear`, weight and bias cut by one and the same spec.
 
         Raises:
-            ValueError: the blocks' sum does not divide `out_features`, or a block is not divisible by the group's size.
+            ValueError: the blocks' sum does not divide `out_features`, or a block is not divisible by the group's size
+                or not made of its `granules` (see `ShardSpec`).
         """
-        return cls(linear, ShardSpec.of(0, linear.weight.shape[0], blocks), Group.of(group), gather, options)
+        spec = ShardSpec.of(0, linear.weight.shape[0], blocks, granules)
+        return cls(linear, spec, Group.of(group), gather, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., K]` -> `[.., out_features]`."""
@@ -129,6 +137,8 @@ class RowwiseLinear(ShardedLinear):
         self, linear: nn.Linear, spec: ShardSpec, group: Group, split_input: bool = False, options: Options = DEFAULT
     ) -> None:
         super().__init__(linear, spec, group, options)
+        if spec.copies(group.size) > 1:
+            raise ValueError(f"{spec.blocks} columns in {spec.granules} granules would be summed more than once")
         self.weight = self.cut(linear.weight)
         self.register_parameter("bias", linear.bias)
         self.split_input = split_input
@@ -142,15 +152,18 @@ class RowwiseLinear(ShardedLinear):
         *,
         group: GroupLike = None,
         blocks: Sequence[int] | None = None,
+        granules: Sequence[int] | None = None,
         split_input: bool = False,
         options: Options = DEFAULT,
     ) -> "RowwiseLinear":
         """This rank's columns of `linear`, and its whole bias.
 
         Raises:
-            ValueError: the blocks' sum does not divide `in_features`, or a block is not divisible by the group's size.
+            ValueError: the blocks' sum does not divide `in_features`, or a block is not divisible by the group's size
+                or not made of its `granules` (see `ShardSpec`), or has fewer of them than there are ranks.
         """
-        return cls(linear, ShardSpec.of(1, linear.weight.shape[1], blocks), Group.of(group), split_input, options)
+        spec = ShardSpec.of(1, linear.weight.shape[1], blocks, granules)
+        return cls(linear, spec, Group.of(group), split_input, options)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`x [.., in_features]`, or several inputs that add up to that width and are not concatenated -> `[.., N]`.

@@ -17,6 +17,8 @@ from .options import DEFAULT, Options
 class AcrossRMSNorm(nn.Module):
     """`x [.., D / size]` -> the same channels of the norm over all D: one float32 scalar per row is all-reduced.
 
+    Channels that several ranks hold (of kv heads) are in the sum as often, so the mean is over as many times D.
+
     A norm over the local channels alone raises no error and is off by the spread between the ranks, 4 to 25 % on
     random weights.
     """
@@ -41,14 +43,22 @@ class AcrossRMSNorm(nn.Module):
         self.options = options
 
     @classmethod
-    def from_norm(cls, norm: nn.Module, *, group: GroupLike = None, options: Options = DEFAULT) -> "AcrossRMSNorm":
+    def from_norm(
+        cls,
+        norm: nn.Module,
+        *,
+        group: GroupLike = None,
+        granules: Sequence[int] | None = None,
+        options: Options = DEFAULT,
+    ) -> "AcrossRMSNorm":
         """From `torch.nn.RMSNorm` or diffusers' RMSNorm over one dim.
 
         Raises:
-            ValueError: any other module, or a norm over several dims, or a width not divisible by the group's size.
+            ValueError: any other module, or a norm over several dims, or a width not divisible by the group's size or
+                not made of its `granules` (see `ShardSpec`).
         """
         group = Group.of(group)
-        spec = ShardSpec.of(0, norm_width(norm))
+        spec = ShardSpec.of(0, norm_width(norm), granules=granules)
         weight, bias = (
             None if parameter is None else shard_parameter(parameter, spec, group)
             for parameter in (norm._parameters.get("weight"), norm._parameters.get("bias"))
@@ -63,9 +73,8 @@ class AcrossRMSNorm(nn.Module):
         squares = all_reduce(sum_of_squares(x, backend=self.options.backend), self.group, consumer="split")
         # torch's default is the epsilon of the dtype it computes in, float32 for half precision, not of x's.
         eps = torch.finfo(squares.dtype).eps if self.eps is None else self.eps
-        return scale(
-            x, squares, self.spec.length, eps, self.weight, self.bias, self.round_first, backend=self.options.backend
-        )
+        width = self.spec.length * self.spec.copies(self.group.size)
+        return scale(x, squares, width, eps, self.weight, self.bias, self.round_first, backend=self.options.backend)
 
     def extra_repr(self) -> str:
         """The full width, and the place of the shard."""

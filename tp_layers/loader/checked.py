@@ -49,11 +49,12 @@ def require_unchanged(model: nn.Module, sharding: Sharding) -> None:
         ValueError: it is not.
     """
     state, specs = model.state_dict(keep_vars=True), sharding.resolved.specs
+    group = sharding.group
     for name, spec in specs.items():
         if name not in state:
             raise ValueError(f"'{name}' is gone: do this before wrapping or replacing modules, or use model.compile()")
         local = tuple(state[name].shape)
-        if local[spec.dim] * sharding.group.size != spec.length:
+        if local[spec.dim] != spec.extent(group.rank, group.size):
             raise ValueError(f"'{name}' is {local}, not a shard of {spec.full_shape(local)}: it was replaced")
     for path, module in model.named_modules():
         if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):

@@ -64,6 +64,7 @@ def load(
     mmap: bool = False,
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
+    uneven: bool = False,
     **refused: Any,
 ) -> Any:
     """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
@@ -73,7 +74,7 @@ def load(
             `T5EncoderModel`.
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded.
-        plan, group, backend, reduce_dtype: as in `apply`.
+        plan, group, backend, reduce_dtype, uneven: as in `apply`.
         dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
             float32). None: each stays as it is stored.
         device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
@@ -103,7 +104,8 @@ def load(
         meter.watch(place, peak=report)
         folder = find_folder(path, subfolder, variant, revision)
         model, sources = describe_checkpoint(model_class, folder, dtype, variant, check)
-        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check)
+        chosen = plan_for(model) if plan is None else plan
+        resolved = resolve(model, chosen, group.size, check=check, uneven=uneven)
         refuse_planned(model, resolved)
         parts = needed_parts(sources, resolved.specs, group)
         common = fingerprint(model, resolved, [options.common, *contents(sources)])

@@ -111,7 +111,7 @@ def parts_of(source: Source, spec: ShardSpec | None, rank: int, size: int) -> li
     dims = max(len(source.shape), 1)
     own = None if spec is None else replace(spec, dim=spec.dim % dims)
     if isinstance(source, Entry):
-        return [Part.of(source, own.dim, own.ranges(rank, size), own.extent(size)) if own else whole(source)]
+        return [Part.of(source, own.dim, own.ranges(rank, size), own.extent(rank, size)) if own else whole(source)]
     stored = replace(source.spec, dim=source.spec.dim % dims)
     if own is None:
         own, rank, size = ShardSpec(stored.dim, (stored.length,)), 0, 1
@@ -122,7 +122,7 @@ def parts_of(source: Source, spec: ShardSpec | None, rank: int, size: int) -> li
         )
     shards = enumerate(source.shards)
     overlaps = [(shard, own.overlap(rank, size, stored, at, len(source.shards))) for at, shard in shards]
-    return [Part.of(shard, stored.dim, ranges, own.extent(size)) for shard, ranges in overlaps if ranges]
+    return [Part.of(shard, stored.dim, ranges, own.extent(rank, size)) for shard, ranges in overlaps if ranges]
 
 
 def whole(entry: Entry) -> Part:

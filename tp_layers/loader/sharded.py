@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..collectives import broadcast_text
 from ..group import Group
-from .snapshot import KEY, MANIFEST, VERSION
+from .snapshot import FILE_VERSIONS, KEY, MANIFEST, VERSION
 from .steps import Steps
 from .unfinished import Unfinished, new_token, remove_unfinished
 from .write import Stored, TensorFile, by_width, sync_folder, write_bytes
@@ -50,8 +50,11 @@ def _write_own(model: nn.Module, path: Path, stored: Sequence[Stored], group: Gr
     state: dict[str, torch.Tensor] = model.state_dict()
     mine = [item for item in stored if group.rank == 0 or item.spec is not None]
     items = by_width([replace(item, shape=tuple(state[item.name].shape)) for item in mine])
-    specs = {item.name: {"dim": item.spec.dim, "blocks": item.spec.blocks} for item in stored if item.spec is not None}
-    about = {"version": VERSION, "rank": group.rank, "size": group.size, "specs": specs}
+    cuts = {item.name: asdict(item.spec) for item in stored if item.spec is not None}
+    # As it was before there were granules, for readers of that time.
+    specs = {name: {key: value for key, value in cut.items() if value is not None} for name, cut in cuts.items()}
+    version = FILE_VERSIONS[any("granules" in cut for cut in specs.values())]
+    about = {"version": version, "rank": group.rank, "size": group.size, "specs": specs}
     path.parent.mkdir(parents=True, exist_ok=True)
     file = TensorFile(path, items, {"format": "pt", KEY: json.dumps(about)})
     try:

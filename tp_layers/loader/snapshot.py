@@ -6,11 +6,12 @@
     config.json                                       as in an ordinary checkpoint
 
 Each file says in its safetensors metadata, as JSON under "tp_layers", which rank of how many wrote it, and how every
-sharded tensor is cut: {"version", "rank", "size", "specs": {name: {"dim", "blocks"}}}.
+sharded tensor is cut: {"version", "rank", "size", "specs": {name: {"dim", "blocks", "granules"}}}. Only a cut in whole
+granules has the last of them, and makes the version of its file 2.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from .index import Entry, read_header, read_index
 
 MANIFEST = "tp_layers.json"
 KEY = "tp_layers"
+# Of the manifest; and of the file of a rank, which is the second where some tensor is cut in granules.
 VERSION = 1
+FILE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def _files(folder: Path) -> list[Path]:
         version, size, names = told["version"], told["size"], told["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{manifest} is not the manifest of a sharded snapshot: {error!r}") from error
-    _check_version(manifest, version)
+    _check_version(manifest, version, VERSION)
     if type(size) is not int or not isinstance(names, list) or len(names) != size or not names:
         raise ValueError(f"{manifest} has size {size!r}, which is not the number of its files {names!r}")
     for name in names:
@@ -130,11 +133,11 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check_version(file: Path, version: Any) -> None:
+def _check_version(file: Path, version: Any, newest: int) -> None:
     if type(version) is not int or version < 1:
         raise ValueError(f"{file} has no version that is known here, but {version!r}")
-    if version > VERSION:
-        raise ValueError(f"{file} is of version {version}, written by a later tp_layers: this one reads {VERSION}")
+    if version > newest:
+        raise ValueError(f"{file} is of version {version}, written by a later tp_layers: this one reads {newest}")
 
 
 def _specs(file: Path, rank: int, size: int) -> dict[str, ShardSpec]:
@@ -144,30 +147,43 @@ def _specs(file: Path, rank: int, size: int) -> dict[str, ShardSpec]:
     try:
         told = json.loads(text or "")
         version, place = told["version"], (told["rank"], told["size"])
-        cuts = {name: (cut["dim"], tuple(cut["blocks"])) for name, cut in told["specs"].items()}
+        cuts = {name: (cut["dim"], tuple(cut["blocks"]), cut.get("granules")) for name, cut in told["specs"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} does not say in its metadata whose shards it holds: {error!r}") from error
-    _check_version(file, version)
+    _check_version(file, version, FILE_VERSIONS[-1])
     if place != (rank, size):
         raise ValueError(f"{file} is of rank {place[0]} of {place[1]}, {MANIFEST} names it for rank {rank} of {size}")
-    for name, (dim, blocks) in cuts.items():
-        if type(dim) is not int or not blocks or any(type(block) is not int or block < 1 for block in blocks):
+    specs = {}
+    for name, (dim, blocks, granules) in cuts.items():
+        if type(dim) is not int or not _are_counts(blocks):
             raise ValueError(f"{file} cuts '{name}' along dim {dim!r} by blocks {blocks!r}, which is no cut")
-    return {name: ShardSpec(dim, blocks) for name, (dim, blocks) in cuts.items()}
+        try:
+            if granules is not None and not (isinstance(granules, list) and _are_counts(granules)):
+                raise ValueError("they are no list of numbers")
+            specs[name] = ShardSpec.of(dim, sum(blocks), blocks, granules)
+        except ValueError as error:
+            raise ValueError(f"{file} cuts '{name}' in granules {granules!r}, which is no cut: {error}") from error
+    return specs
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(type(value) is int and value > 0 for value in values)
 
 
 def _fitting(name: str, spec: ShardSpec, shards: tuple[Entry, ...]) -> Sharded:
     first, size = shards[0], len(shards)
-    for shard in shards:
-        if (shard.dtype, shard.shape) != (first.dtype, first.shape):
+    for rank, shard in enumerate(shards):
+        try:
+            local = spec.local_shape(spec.full_shape(first.shape), rank, size)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"{shard.file} cannot hold a shard of '{name}' by {spec}: {error}") from error
+        if shard.dtype != first.dtype or (spec.is_even(size) and shard.shape != first.shape):
             raise ValueError(
                 f"{shard.file} holds '{name}' as {shard.dtype} {shard.shape}, "
                 f"{first.file.name} as {first.dtype} {first.shape}"
             )
-    try:
-        local = spec.local_shape(spec.full_shape(first.shape), size)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{first.file} cannot hold a shard of '{name}' by {spec}: {error}") from error
-    if local != first.shape:
-        raise ValueError(f"{first.file} holds '{name}' as {first.shape}, a shard by {spec} of {size} is {local}")
+        if local != shard.shape:
+            raise ValueError(
+                f"{shard.file} holds '{name}' as {shard.shape}, rank {rank}'s of {size} by {spec} is {local}"
+            )
     return Sharded(spec, shards)

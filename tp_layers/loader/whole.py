@@ -1,5 +1,6 @@
 """A sharded model written as an ordinary checkpoint: rank 0 writes, and takes the shards of the others one by one."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -66,13 +67,14 @@ def _write(model: nn.Module, files: list[list[Stored]], writer: Writer | None, s
 def _ready(own: torch.Tensor, spec: ShardSpec, group: Group) -> tuple[torch.Tensor, ...]:
     """All the memory that this rank's part in `_gather` takes: what fails, fails before another rank waits for it.
 
-    On rank 0 that is the full tensor on the CPU and room for one shard, on the others what they send.
+    On rank 0 that is the full tensor on the CPU and room for one shard (no rank has a larger one than itself), on the
+    others what they send.
     """
     if group.rank != 0:
         return (own.contiguous(),)
     full = torch.empty(spec.full_shape(own.shape), dtype=own.dtype, device="cpu")
     spec.put(own, full, 0, group.size)
-    return full, torch.empty(own.shape, dtype=own.dtype, device=own.device)
+    return full, torch.empty(own.numel(), dtype=own.dtype, device=own.device)
 
 
 def _gather(parts: tuple[torch.Tensor, ...], spec: ShardSpec, steps: Steps, group: Group) -> None:
@@ -80,7 +82,9 @@ def _gather(parts: tuple[torch.Tensor, ...], spec: ShardSpec, steps: Steps, grou
     if group.rank != 0:
         send(parts[0], group, 0)
         return
-    full, shard = parts
+    full, room = parts
     for rank in range(1, group.size):
+        shape = spec.local_shape(full.shape, rank, group.size)
+        shard = receive(room[: math.prod(shape)].view(shape), group, rank)
         # The other ranks send, whatever fails here.
-        steps.attempt(spec.put, receive(shard, group, rank), full, rank, group.size)
+        steps.attempt(spec.put, shard, full, rank, group.size)

@@ -22,29 +22,37 @@ class RMSNorm(Style):
     input, output, collective = "split", "split", "all-reduce of squares"
 
     def specs(self, module: nn.Module) -> Specs:
-        spec = ShardSpec.of(0, norm_width(module))
+        spec = ShardSpec.of(0, norm_width(module), granules=self.granules)
         return {name: spec for name, _ in module.named_parameters(recurse=False)}
 
     def counts(self, module: nn.Module) -> Mapping[str, int]:
         return {"width": norm_width(module)}
 
+    def lengths(self, target: Any) -> Sequence[int]:
+        return (norm_width(target),)
+
     def payload(self, module: nn.Module) -> int:
         return 4  # one float32
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return AcrossRMSNorm.from_norm(module, group=group, options=options)
+        return AcrossRMSNorm.from_norm(module, group=group, granules=self.granules, options=options)
 
 
 @dataclass(frozen=True)
-class _Watcher:
-    """Renews the sum of gradients before a call: a copied model has new parameters, without the hooks of the old."""
+class Watcher:
+    """Renews the sum of gradients before a call: a copied model has new parameters, without the hooks of the old.
+
+    Without `spec` it is that of all parameters of the module, which are whole; with one, that of the shard `name`.
+    """
 
     group: Group
+    name: str = ""
+    spec: ShardSpec | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
-            for parameter in module.parameters():
-                sum_gradient(parameter, self.group)
+            for parameter in [getattr(module, self.name)] if self.name else module.parameters():
+                sum_gradient(parameter, self.group, self.spec)
 
 
 class Replicate(Style):
@@ -58,7 +66,7 @@ class HeadParameters(Style):
     """
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        module.register_forward_pre_hook(_Watcher(group))
+        module.register_forward_pre_hook(Watcher(group))
         return module
 
     def watch(self, module: nn.Module, group: Group) -> None:
@@ -86,10 +94,35 @@ class Divide(Style):
                 raise ValueError(f"{type(module).__name__}.{name} is no attribute of the module itself, to be set anew")
         return cast(Mapping[str, int], found)
 
+    def lengths(self, target: Any) -> Sequence[int]:
+        return tuple(self.counts(target).values())
+
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        for name, value in self.counts(module).items():
-            # A count is cut as a dim of that extent is: in equal parts.
-            setattr(module, name, ShardSpec.of(0, value).local_shape([value], group.size)[0])
+        counts = self.counts(module)
+        for (name, value), granules in zip(counts.items(), self.granules or (None,) * len(counts), strict=True):
+            # A count is cut as a dim of that extent is.
+            spec = ShardSpec.of(0, value, granules=None if granules is None else (granules,))
+            setattr(module, name, spec.extent(group.rank, group.size))
+        return module
+
+
+class Regroup(Divide):
+    """Beside what `divide` does: of attention with one kv head on each rank, as many query heads read it as are there.
+
+    No plan names it: it comes with kv heads that several ranks hold.
+    """
+
+    # Of transformers' attention, from which it repeats its kv heads.
+    ATTRIBUTE = "num_key_value_groups"
+
+    def __init__(self, divide: Divide | None, heads: int, granules: Sequence[int] | None) -> None:
+        super().__init__(*(divide.attributes if divide else ()), self.ATTRIBUTE)
+        self.divide, self.heads = divide, ShardSpec.of(0, heads, granules=granules)
+
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        if self.divide is not None:
+            self.divide.shard(module, group, options)
+        setattr(module, self.ATTRIBUTE, self.heads.extent(group.rank, group.size))
         return module
 
 
@@ -99,13 +132,14 @@ class _Slicer:
 
     dim: int
     group: Group
+    granules: tuple[int, ...] | None = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             if not -output.dim() <= self.dim < output.dim():
                 what = f"{type(module).__name__} returns a tensor of shape {tuple(output.shape)}"
                 raise ValueError(f"SliceOutput({self.dim}): {what}, which has no such dim")
-            return split(output, self.group, ShardSpec.of(self.dim, output.shape[self.dim]))
+            return split(output, self.group, ShardSpec.of(self.dim, output.shape[self.dim], granules=self.granules))
         if type(output) in (tuple, list):
             return type(output)(self(module, args, item) for item in output)
         if isinstance(output, tuple | Mapping):
@@ -123,7 +157,7 @@ class SliceOutput(Style):
     output = "split"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        module.register_forward_hook(_Slicer(self.dim, group))
+        module.register_forward_hook(_Slicer(self.dim, group, self.granules))
         return module
 
 
@@ -137,7 +171,10 @@ class ShardParameter(Style):
     def parameter_spec(self, parameter: torch.Tensor) -> ShardSpec:
         if not -parameter.dim() <= self.dim < parameter.dim():
             raise ValueError(f"it has shape {tuple(parameter.shape)}, without a dim {self.dim}")
-        return ShardSpec.of(self.dim, parameter.shape[self.dim], self.blocks)
+        return ShardSpec.of(self.dim, parameter.shape[self.dim], self.blocks, self.granules)
+
+    def lengths(self, target: Any) -> Sequence[int]:
+        return self.parameter_spec(target).blocks
 
     def shard_parameter(self, parameter: nn.Parameter, group: Group) -> nn.Parameter:
         """This rank's shard, as a parameter of its own."""

@@ -6,7 +6,7 @@ from .match import Match
 def open_ends(matches: list[Match]) -> list[str]:
     """Split outputs that no planned module of their block takes, and split inputs that none gives; in words."""
     givers = [item.path for item in matches if item.style.output == "split" and item.style.input != "split"]
-    takers = [item.path for item in matches if item.style.input == "split" and item.style.output == "whole"]
+    takers = [item.path for item in matches if item.takes]
     notes = []
     for item in matches:
         said = f"plan key '{item.key}'"

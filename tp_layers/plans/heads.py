@@ -28,16 +28,20 @@ def head_counts(model: nn.Module, matches: list[Match]) -> list[Count]:
         if not item.splits:
             continue
         path = item.path.rpartition(".")[0]
-        parent = model.get_submodule(path)
-        own = _heads(parent)
-        if own:
-            counts |= {f"{path}.{name}": Count(f"'{path}': {name}", value) for name, value in own.items()}
-        elif "Attention" in type(parent).__name__:
-            # A model of several stacks has a config for each, which its attention modules hold.
-            config = getattr(parent, "config", getattr(model, "config", None))
-            for name, value in _heads(config).items():
-                counts[f"{name} {value}"] = Count(f"the model's {name}", value)
+        own, found = counts_of(model, model.get_submodule(path))
+        for name, value in found.items():
+            key, what = (f"{path}.{name}", f"'{path}': {name}") if own else (f"{name} {value}", f"the model's {name}")
+            counts[key] = Count(what, value)
     return list(counts.values())
+
+
+def counts_of(model: nn.Module, module: nn.Module) -> tuple[bool, dict[str, int]]:
+    """The head counts of `module` by name, and whether they are its own; else those of the config of an attention."""
+    own = _heads(module)
+    if own or "Attention" not in type(module).__name__:
+        return True, own
+    # A model of several stacks has a config for each, which its attention modules hold.
+    return False, _heads(getattr(module, "config", getattr(model, "config", None)))
 
 
 def _heads(owner: Any) -> dict[str, int]:

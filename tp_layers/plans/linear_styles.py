@@ -46,12 +46,13 @@ class PackedColwiseParallel(_Packed):
 
     def specs(self, module: nn.Module) -> Specs:
         linear = plain_linear(module)
-        spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear))
+        spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear), self.granules)
         return {"weight": spec} if linear.bias is None else {"weight": spec, "bias": spec}
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         linear = plain_linear(module)
-        return ColwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
+        blocks = self.blocks_of(linear)
+        return ColwiseLinear.from_linear(linear, group=group, blocks=blocks, granules=self.granules, options=options)
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class PackedRowwiseParallel(_Packed):
 
     def specs(self, module: nn.Module) -> Specs:
         linear = plain_linear(module)
-        return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear))}
+        return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear), self.granules)}
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         linear = plain_linear(module)
-        return RowwiseLinear.from_linear(linear, group=group, blocks=self.blocks_of(linear), options=options)
+        blocks = self.blocks_of(linear)
+        return RowwiseLinear.from_linear(linear, group=group, blocks=blocks, granules=self.granules, options=options)
 
 
 class Colwise(PackedColwiseParallel):
@@ -83,7 +85,8 @@ class ColwiseGather(Colwise):
     output, collective = "whole", "all-gather"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return ColwiseLinear.from_linear(plain_linear(module), group=group, gather=True, options=options)
+        linear = plain_linear(module)
+        return ColwiseLinear.from_linear(linear, group=group, granules=self.granules, gather=True, options=options)
 
 
 class Rowwise(PackedRowwiseParallel):
@@ -99,4 +102,5 @@ class RowwiseSplitInput(Rowwise):
     input = "whole"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return RowwiseLinear.from_linear(plain_linear(module), group=group, split_input=True, options=options)
+        linear = plain_linear(module)
+        return RowwiseLinear.from_linear(linear, group=group, granules=self.granules, split_input=True, options=options)

@@ -25,6 +25,11 @@ class Match:
         return self.style.input == "whole" and self.style.output == "split"
 
     @property
+    def takes(self) -> bool:
+        """Whether it takes a split tensor and returns a whole one, as a rowwise projection does."""
+        return self.style.input == "split" and self.style.output == "whole"
+
+    @property
     def block(self) -> str:
         """The path of the block that the key's last `*` names; "" is the model itself.
 

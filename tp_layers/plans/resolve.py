@@ -16,6 +16,7 @@ from .lint import left_whole
 from .match import Match, match
 from .spec import ShardSpec
 from .styles import STYLES, Replicate, ShardParameter, Style
+from .uneven import Cuts
 
 LARGEST_SIZE = 64
 
@@ -25,7 +26,8 @@ class Resolved:
     """What a plan does to one model at one size.
 
     `styles`: module (or bare parameter) path -> style; `specs`: parameter name -> spec, sharded parameters only;
-    `sizes`: the sizes up to 64 that the plan allows; `notes`: what the reader should know.
+    `sizes`: the sizes up to 64 that the plan allows; `notes`: what the reader should know; `uneven`: whether ranks may
+    hold unequal parts.
     """
 
     size: int
@@ -33,13 +35,17 @@ class Resolved:
     specs: dict[str, ShardSpec]
     sizes: list[int]
     notes: list[str] = field(default_factory=list)
+    uneven: bool = False
 
 
-def resolve(model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool = True) -> Resolved:
+def resolve(
+    model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool = True, uneven: bool = False
+) -> Resolved:
     """Checks `plan` against `model` for `size` ranks.
 
     With `check=False`, a split output that nobody takes, or a split input that nobody gives, is noted instead of
-    refused.
+    refused. With `uneven=True`, the size need not divide head counts and widths: the first ranks then hold a head more
+    than the last (see `uneven.py`).
 
     Raises:
         ValueError: whatever is wrong, with the key or parameter, the numbers, and what would work.
@@ -47,12 +53,10 @@ def resolve(model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool
     if size < 1:
         raise ValueError(f"the size must be at least 1, got {size}")
     matches = match(model, plan)
-    specs: dict[str, ShardSpec] = {}
     counts: list[Count] = []
     for item in matches:
         try:
             for name, spec in _specs(item).items():
-                specs[name] = spec
                 counts += _block_counts(name, spec)
             if isinstance(item.target, nn.Module):
                 counts += [Count(f"'{item.path}': {k}", v) for k, v in item.style.counts(item.target).items()]
@@ -60,18 +64,23 @@ def resolve(model: nn.Module, plan: Mapping[str, Any], size: int, *, check: bool
             raise ValueError(f"plan key '{item.key}' at '{item.path}': {error}") from None
     _check_parameters(matches)
     counts += head_counts(model, matches)
-    sizes = _check_size(counts, size)
+    cuts = Cuts(model, matches)
+    sizes = _check_size(counts, cuts, size, uneven)
     notes = open_ends(matches)
     if notes and check:
         raise ValueError(f"{notes[0]}; pass check=False if that is meant")
+    even = all(count.value % size == 0 for count in counts)
+    matches = matches if even else cuts.matches(size, uneven)
+    specs = {name: spec for item in matches for name, spec in _specs(item).items()}
     # Without functions, so that a sharded model can be pickled, and the plan sent to other processes.
     meant = [item.path for item in matches if isinstance(item.style, Replicate)]
     styles = {item.path: item.style.pinned(item.target) for item in matches if item.path not in meant}
+    styles |= {} if even else cuts.regrouped(styles, size, uneven)
     for path in head_norms(model, matches):
         styles[path] = STYLES["replicated_with_grad_allreduce"]
     if size > 1:
         notes += left_whole(model, specs, meant)
-    return Resolved(size, styles, specs, sizes, notes)
+    return Resolved(size, styles, specs, sizes, notes, uneven)
 
 
 def _specs(item: Match) -> dict[str, ShardSpec]:
@@ -102,13 +111,20 @@ def _block_counts(name: str, spec: ShardSpec) -> list[Count]:
     return [Count(f"'{name}' (dim {spec.dim}{several}): a block", block) for block in spec.blocks]
 
 
-def _check_size(counts: list[Count], size: int) -> list[int]:
+def _check_size(counts: list[Count], cuts: Cuts, size: int, uneven: bool) -> list[int]:
+    """The sizes that work, of which `size` must be one."""
     common = math.gcd(*(count.value for count in counts)) if counts else 0
-    sizes = [candidate for candidate in range(1, LARGEST_SIZE + 1) if common % candidate == 0]
-    wrong = next((count for count in counts if count.value % size), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{wrong.what} of {wrong.value} is not divisible by {size} ranks; sizes that work for this plan: "
-            f"{', '.join(map(str, sizes))}"
-        )
-    return sizes
+
+    def works(candidate: int) -> bool:
+        return common % candidate == 0 or not cuts.problem(candidate, uneven)
+
+    sizes = [candidate for candidate in range(1, LARGEST_SIZE + 1) if works(candidate)]
+    if works(size):
+        return sizes
+    which = f"sizes that work for this plan: {', '.join(map(str, sizes))}"
+    if uneven:
+        raise ValueError(f"{cuts.problem(size, uneven)}; {which}")
+    wrong = [count for count in counts if count.value % size]
+    first = next((count for count in wrong if count.value not in cuts.shared(size)), wrong[0])
+    hint = "" if cuts.problem(size, True) else f"; with uneven=True, ranks hold unequal parts and {size} of them work"
+    raise ValueError(f"{first.what} of {first.value} is not divisible by {size} ranks; {which}{hint}")

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..collectives import sum_gradient
 from ..group import Group
 from ..layers.linear import ShardedLinear
 from ..layers.options import DEFAULT, Options
+from .around_styles import Watcher
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
@@ -41,6 +43,10 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
             parent._modules[name] = sharded.train(module.training)
+    for name, spec in specs.items():
+        if spec.copies(group.size) > 1:
+            path, _, own = name.rpartition(".")
+            model.get_submodule(path).register_forward_pre_hook(Watcher(group, own, spec))
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 
@@ -50,3 +56,7 @@ def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:
     for path, style in resolved.styles.items():
         if not isinstance(style, ShardParameter):
             style.watch(model.get_submodule(path), group)
+    sharding = sharding_of(model)
+    for name, spec in sharding.resolved.specs.items() if sharding else ():
+        if spec.copies(group.size) > 1:
+            sum_gradient(model.get_parameter(name), group, spec)

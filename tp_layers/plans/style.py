@@ -4,7 +4,8 @@ A tensor is *whole* (the same on every rank), *split* (each rank its part of the
 style names the state of its input and of its output, so that a plan can be checked before it is carried out.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,6 +25,8 @@ class Style:
     output: ClassVar[str | None] = None
     # The collective of one forward call, and its bytes per row: what describe() counts.
     collective: ClassVar[str | None] = None
+    # Of each of `lengths`, into how many equal pieces it may be cut (see `ShardSpec`); None: equal parts, one a rank.
+    granules: tuple[int, ...] | None = None
 
     def payload(self, module: nn.Module) -> int:
         """Bytes per row of the input that the collective of `module` (full or sharded) carries."""
@@ -37,6 +40,23 @@ class Style:
             ValueError: the style does not fit the module.
         """
         return {}
+
+    def lengths(self, target: Any) -> Sequence[int]:
+        """What `granules` are of: the blocks that the style cuts in `target`."""
+        return next((spec.blocks for spec in self.specs(target).values()), ())
+
+    def in_granules(self, granules: Sequence[int], target: Any) -> "Style":
+        """The style, pinned to `target` and cutting it in `granules`.
+
+        Raises:
+            ValueError: it does not know how to.
+        """
+        made = copy.copy(self.pinned(target))
+        object.__setattr__(made, "granules", tuple(granules))
+        cuts = {(spec.blocks, spec.granules) for spec in made.specs(target).values()}
+        if cuts and cuts != {(tuple(self.lengths(target)), made.granules)}:
+            raise ValueError(f"{type(self).__name__} cannot be cut unevenly")
+        return made
 
     def counts(self, module: nn.Module) -> Mapping[str, int]:
         """Further integers of `module` that the size must divide, by name."""

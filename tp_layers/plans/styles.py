@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .around_styles import Divide, HeadParameters, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .around_styles import Divide, HeadParameters, Regroup, Replicate, RMSNorm, ShardParameter, SliceOutput
 from .linear_styles import (
     Colwise,
     ColwiseGather,
@@ -18,6 +18,7 @@ __all__ = [
     "Divide",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
+    "Regroup",
     "Replicate",
     "ShardParameter",
     "SliceOutput",
