@@ -83,6 +83,9 @@ class ShardedLinear(nn.Module):
 class ColwiseLinear(ShardedLinear):
     """`x [.., K]`, whole -> `y [.., N / size]`, this rank's part of each block; with `gather` the whole `y [.., N]`."""
 
+    # False within a module whose inputs' gradients are summed where they enter it.
+    sums_gradient = True
+
     def __init__(
         self, linear: nn.Linear, spec: ShardSpec, group: Group, gather: bool = False, options: Options = DEFAULT
     ) -> None:
@@ -113,7 +116,7 @@ class ColwiseLinear(ShardedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., K]` -> `[.., out_features]`."""
         self.check_in_place()
-        x, backend = replicate(x, self.group), self.options.backend
+        x, backend = replicate(x, self.group) if self.sums_gradient else x, self.options.backend
         y = colwise(x, self.weight, self.bias, ranges=self.ranges, backend=backend)
         return all_gather(y, self.group, self.features) if self.gather else y
 
@@ -122,16 +125,22 @@ class RowwiseLinear(ShardedLinear):
     """`x [.., K / size]`, this rank's part of each block -> `y [.., N]`, whole, by one all-reduce.
 
     With `split_input` the layer takes a whole `x [.., K]` and uses its own part of it. The bias is whole on every rank
-    and enters the sum on the group's rank 0.
+    and enters the sum on the group's rank 0. Without `reduce` the partial sum is returned as it is.
     """
 
     def __init__(
-        self, linear: nn.Linear, spec: ShardSpec, group: Group, split_input: bool = False, options: Options = DEFAULT
+        self,
+        linear: nn.Linear,
+        spec: ShardSpec,
+        group: Group,
+        split_input: bool = False,
+        reduce: bool = True,
+        options: Options = DEFAULT,
     ) -> None:
         super().__init__(linear, spec, group, options)
         self.weight = self.cut(linear.weight)
         self.register_parameter("bias", linear.bias)
-        self.split_input = split_input
+        self.split_input, self.reduce = split_input, reduce
         self.in_features = spec.length if split_input else self.local_features
         self.out_features = linear.weight.shape[0]
 
@@ -143,6 +152,7 @@ class RowwiseLinear(ShardedLinear):
         group: GroupLike = None,
         blocks: Sequence[int] | None = None,
         split_input: bool = False,
+        reduce: bool = True,
         options: Options = DEFAULT,
     ) -> "RowwiseLinear":
         """This rank's columns of `linear`, and its whole bias.
@@ -150,7 +160,8 @@ class RowwiseLinear(ShardedLinear):
         Raises:
             ValueError: the blocks' sum does not divide `in_features`, or a block is not divisible by the group's size.
         """
-        return cls(linear, ShardSpec.of(1, linear.weight.shape[1], blocks), Group.of(group), split_input, options)
+        spec = ShardSpec.of(1, linear.weight.shape[1], blocks)
+        return cls(linear, spec, Group.of(group), split_input, reduce, options)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`x [.., in_features]`, or several inputs that add up to that width and are not concatenated -> `[.., N]`.
@@ -167,7 +178,7 @@ class RowwiseLinear(ShardedLinear):
         dtype = self.weight.dtype
         if torch.is_autocast_enabled(self.weight.device.type):
             dtype = torch.get_autocast_dtype(self.weight.device.type)
-        wide = summed_in(self.options.reduce_dtype, dtype, self.group)
+        wide = summed_in(self.options.reduce_dtype, dtype, self.group) if self.reduce else None
         y = rowwise(
             x,
             self.weight,
@@ -177,7 +188,7 @@ class RowwiseLinear(ShardedLinear):
             out_dtype=wide,
             backend=self.options.backend,
         )
-        y = all_reduce(y, self.group)
+        y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:
