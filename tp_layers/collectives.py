@@ -109,6 +109,17 @@ def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.
     return _AllReduce.apply(x, group, consumer)
 
 
+def summed(x: torch.Tensor, group: Group, wanted: torch.dtype | None = None) -> torch.Tensor:
+    """The sum of the ranks' partial `x`, whose consumer is whole. `x` stays as it is, and may have any strides.
+
+    It is reduced in the `wanted` dtype if that is wider than its own (see `summed_in`), and rounded once.
+    """
+    if group.size == 1:
+        return x
+    dtype = summed_in(wanted, x.dtype, group) or x.dtype
+    return all_reduce(x.to(dtype, copy=True, memory_format=torch.contiguous_format), group).to(x.dtype)
+
+
 def summed_in(wanted: torch.dtype | None, own: torch.dtype, group: Group) -> torch.dtype | None:
     """The dtype in which partial sums of dtype `own` leave their kernel and are reduced; None: in `own`.
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from .plans.flow import partial_inputs
 from .plans.lint import pattern
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
 from .plans.shard import sharding_of
 from .plans.spec import ShardSpec
-from .plans.styles import label
+from .plans.styles import ShardParameter, label
 
 LARGEST_WHOLE = 6
 
@@ -167,8 +168,17 @@ def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
     found: dict[str, list[int]] = {}
     for path, style in resolved.styles.items():
         if style.collective is not None and resolved.size > 1:
-            found.setdefault(style.collective, []).append(style.payload(model.get_submodule(path)))
+            found.setdefault(style.collective, []).append(_payload(model, resolved, path))
     return [Collective(kind, len(sizes), sum(sizes)) for kind, sizes in found.items()]
+
+
+def _payload(model: nn.Module, resolved: Resolved, path: str) -> int:
+    """Bytes per row of the collective at `path`; where partial sums are added, those of any one of them."""
+    if resolved.styles[path].input == "partial":
+        path = next(iter(partial_inputs(resolved.styles, path)), path)
+    style = resolved.styles[path]
+    target = model.get_parameter(path) if isinstance(style, ShardParameter) else model.get_submodule(path)
+    return style.payload(target)
 
 
 def _size(nbytes: int) -> str:

@@ -22,10 +22,7 @@ from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
 from .plans.shard import shard_model
-from .trace import Finding, Recorder, findings
-
-# Rounding in another order stays below 1e-5 in float32; the faults a plan can have start at about 1e-3.
-TOLERANCE = 1e-4
+from .trace import TOLERANCE, Finding, Recorder, findings
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ class ColwiseLinear(ShardedLinear):
     only, so that of a row of weight or bias is the sum over the ranks that hold it (see `sum_gradient`).
     """
 
+    # False within a module whose inputs' gradients are summed where they enter it.
+    sums_gradient = True
+
     def __init__(
         self, linear: nn.Linear, spec: ShardSpec, group: Group, gather: bool = False, options: Options = DEFAULT
     ) -> None:
@@ -121,7 +124,7 @@ class ColwiseLinear(ShardedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., K]` -> `[.., out_features]`."""
         self.check_in_place()
-        x, backend = replicate(x, self.group), self.options.backend
+        x, backend = replicate(x, self.group) if self.sums_gradient else x, self.options.backend
         y = colwise(x, self.weight, self.bias, ranges=self.ranges, backend=backend)
         return all_gather(y, self.group, self.features) if self.gather else y
 
@@ -130,18 +133,24 @@ class RowwiseLinear(ShardedLinear):
     """`x [.., K / size]`, this rank's part of each block -> `y [.., N]`, whole, by one all-reduce.
 
     With `split_input` the layer takes a whole `x [.., K]` and uses its own part of it. The bias is whole on every rank
-    and enters the sum on the group's rank 0.
+    and enters the sum on the group's rank 0. Without `reduce` the partial sum is returned as it is.
     """
 
     def __init__(
-        self, linear: nn.Linear, spec: ShardSpec, group: Group, split_input: bool = False, options: Options = DEFAULT
+        self,
+        linear: nn.Linear,
+        spec: ShardSpec,
+        group: Group,
+        split_input: bool = False,
+        reduce: bool = True,
+        options: Options = DEFAULT,
     ) -> None:
         super().__init__(linear, spec, group, options)
         if spec.copies(group.size) > 1:
             raise ValueError(f"{spec.blocks} columns in {spec.granules} granules would be summed more than once")
         self.weight = self.cut(linear.weight)
         self.register_parameter("bias", linear.bias)
-        self.split_input = split_input
+        self.split_input, self.reduce = split_input, reduce
         self.in_features = spec.length if split_input else self.local_features
         self.out_features = linear.weight.shape[0]
 
@@ -154,6 +163,7 @@ class RowwiseLinear(ShardedLinear):
         blocks: Sequence[int] | None = None,
         granules: Sequence[int] | None = None,
         split_input: bool = False,
+        reduce: bool = True,
         options: Options = DEFAULT,
     ) -> "RowwiseLinear":
         """This rank's columns of `linear`, and its whole bias.
@@ -163,7 +173,7 @@ class RowwiseLinear(ShardedLinear):
                 or not made of its `granules` (see `ShardSpec`), or has fewer of them than there are ranks.
         """
         spec = ShardSpec.of(1, linear.weight.shape[1], blocks, granules)
-        return cls(linear, spec, Group.of(group), split_input, options)
+        return cls(linear, spec, Group.of(group), split_input, reduce, options)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`x [.., in_features]`, or several inputs that add up to that width and are not concatenated -> `[.., N]`.
@@ -180,7 +190,7 @@ class RowwiseLinear(ShardedLinear):
         dtype = self.weight.dtype
         if torch.is_autocast_enabled(self.weight.device.type):
             dtype = torch.get_autocast_dtype(self.weight.device.type)
-        wide = summed_in(self.options.reduce_dtype, dtype, self.group)
+        wide = summed_in(self.options.reduce_dtype, dtype, self.group) if self.reduce else None
         y = rowwise(
             x,
             self.weight,
@@ -190,7 +200,7 @@ class RowwiseLinear(ShardedLinear):
             out_dtype=wide,
             backend=self.options.backend,
         )
-        y = all_reduce(y, self.group)
+        y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ class RMSNorm(Style):
     def lengths(self, target: Any) -> Sequence[int]:
         return (norm_width(target),)
 
-    def payload(self, module: nn.Module) -> int:
+    def payload(self, target: Any) -> int:
         return 4  # one float32
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
@@ -163,10 +163,25 @@ class SliceOutput(Style):
 
 @dataclass(frozen=True)
 class ShardParameter(Style):
-    """Shards a bare `nn.Parameter` along `dim`; its plan key is the parameter's own path."""
+    """Shards a bare `nn.Parameter` along `dim`; its plan key is the parameter's own path.
+
+    `partial`: `dim` is summed over where the parameter is used, so that what comes out is a partial sum, for the
+    `"all_reduce_output"` around it.
+    """
 
     dim: int
     blocks: Sequence[int] | None = None
+    partial: bool = False
+
+    @property
+    def output(self) -> str | None:  # type: ignore[override]
+        """A partial sum, or nothing that is known."""
+        return "partial" if self.partial else None
+
+    def payload(self, target: Any) -> int:
+        # A product with a matrix is as wide as the dim that is not summed over.
+        others = [extent for dim, extent in enumerate(target.shape) if dim != self.dim % target.dim()]
+        return (others[-1] if others else 1) * target.dtype.itemsize
 
     def parameter_spec(self, parameter: torch.Tensor) -> ShardSpec:
         if not -parameter.dim() <= self.dim < parameter.dim():

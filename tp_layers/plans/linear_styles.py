@@ -60,7 +60,7 @@ class PackedRowwiseParallel(_Packed):
     """Columns cut block by block: the output projection of a concatenated input, such as attention and MLP."""
 
     input, output, dim, attribute = "split", "whole", 1, "_tp_packed_row_blocks"
-    collective = "all-reduce"
+    collective: ClassVar[str | None] = "all-reduce"
 
     def specs(self, module: nn.Module) -> Specs:
         linear = plain_linear(module)

@@ -26,8 +26,8 @@ class Match:
 
     @property
     def takes(self) -> bool:
-        """Whether it takes a split tensor and returns a whole one, as a rowwise projection does."""
-        return self.style.input == "split" and self.style.output == "whole"
+        """Whether it takes a split tensor and returns a whole one, or a partial sum, as a rowwise projection does."""
+        return self.style.input == "split" and self.style.output in ("whole", "partial")
 
     @property
     def block(self) -> str:

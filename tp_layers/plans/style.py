@@ -1,14 +1,14 @@
 """What a style is: the shards of a module's parameters, the module that holds them, and what goes in and out.
 
-A tensor is *whole* (the same on every rank), *split* (each rank its part of the last dim), or a *partial sum*. Every
-style names the state of its input and of its output, so that a plan can be checked before it is carried out.
+A tensor is *whole* (the same on every rank), *split* (each rank its part of the last dim), or *partial* (the ranks'
+tensors add up to it). Every style names the state of its input and of its output, so that a plan can be checked before
+it is carried out.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from ..group import Group
@@ -28,10 +28,9 @@ class Style:
     # Of each of `lengths`, into how many equal pieces it may be cut (see `ShardSpec`); None: equal parts, one a rank.
     granules: tuple[int, ...] | None = None
 
-    def payload(self, module: nn.Module) -> int:
-        """Bytes per row of the input that the collective of `module` (full or sharded) carries."""
-        weight = cast(torch.Tensor, module.weight)
-        return cast(int, module.out_features) * weight.dtype.itemsize
+    def payload(self, target: Any) -> int:
+        """Bytes per row of the input that the collective of `target` (full or sharded) carries."""
+        return target.out_features * target.weight.dtype.itemsize
 
     def specs(self, module: nn.Module) -> Specs:
         """The spec of every parameter of `module` that is sharded; a meta module is enough.

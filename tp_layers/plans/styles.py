@@ -11,6 +11,7 @@ from .linear_styles import (
     Rowwise,
     RowwiseSplitInput,
 )
+from .partial_styles import AllReduceOutput, RowwisePartial
 from .style import Style
 
 __all__ = [
@@ -31,6 +32,8 @@ STYLES: dict[str, Style] = {
     "colwise": Colwise(),
     "rowwise": Rowwise(),
     "rowwise_split_input": RowwiseSplitInput(),
+    "rowwise_partial": RowwisePartial(),
+    "all_reduce_output": AllReduceOutput(),
     "colwise_gather": ColwiseGather(),
     "rms_norm": RMSNorm(),
     "replicate": Replicate(),
