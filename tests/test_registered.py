@@ -86,14 +86,17 @@ def test_the_output_depends_on_every_sharded_parameter(label):
     tp_layers.apply(planned, plan_for(planned, modulation="sharded"))
     specs = sharding_of(planned).resolved.specs
     assert len(specs) > 5
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, spec in specs.items():
         kept = parameters[key].detach().clone()
         with torch.no_grad():
             parameters[key].copy_(kept.roll(1, spec.dim))
             moved = relative_error(torch.cat([tensor.flatten() for tensor in run(model, inputs)]), wanted)
             parameters[key].copy_(kept)
-        assert moved == 0 if re.search(family.dead, key) else moved > 1e-5, key
+        if re.search(family.dead, key):
+            assert moved == 0, key
+        else:
+            assert moved <= FLOAT32 if re.search(family.cancelled, key) else moved > 1e-5, key
 
 
 def caught(ranks, label: str, kind: str) -> bool:

@@ -36,6 +36,12 @@ def plain_linear(module: nn.Module) -> nn.Linear:
     return module
 
 
+def require_inference(layer: nn.Module) -> None:
+    """Raises ValueError where a full weight read in place would get the gradient of this rank's part only."""
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters()):
+        raise ValueError("a layer with copy=False is for inference: use torch.no_grad(), or shard with copy=True")
+
+
 class ShardedLinear(nn.Module):
     """What the two layers share: the place of the shard, how they compute, and how they print.
 
@@ -66,11 +72,9 @@ class ShardedLinear(nn.Module):
         return cast(nn.Parameter, parameter)
 
     def check_in_place(self) -> None:
-        """Raises ValueError where a full weight read in place would get the gradient of this rank's part only."""
-        if self.ranges is None or not torch.is_grad_enabled():
-            return
-        if any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("a layer with copy=False is for inference: use torch.no_grad(), or shard with copy=True")
+        """As `require_inference`, for a layer that reads its weights in place."""
+        if self.ranges is not None:
+            require_inference(self)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` prints itself, with the place of the shard."""

@@ -32,7 +32,8 @@ class RowwisePartial(Rowwise):
     output, collective = "partial", None
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return RowwiseLinear.from_linear(plain_linear(module), group=group, reduce=False, options=options)
+        linear = plain_linear(module)
+        return RowwiseLinear.from_linear(linear, group=group, granules=self.granules, reduce=False, options=options)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from torch import nn
 
 from ..collectives import sum_gradient
 from ..group import Group
+from ..layers.embedding import VocabParallelEmbedding
 from ..layers.linear import ShardedLinear
 from ..layers.options import DEFAULT, Options
 from .around_styles import Watcher
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
+from .ties import tie, tied
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
 def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Options = DEFAULT) -> None:
     """Puts the sharded layers in place. Each full parameter is freed before the next one is cut."""
-    specs = dict(resolved.specs)
+    specs, together = dict(resolved.specs), tied(model, resolved.specs)
     for path, style in resolved.styles.items():
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -38,7 +40,7 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             continue
         module = parent.get_submodule(name)
         sharded = style.shard(module, group, options)
-        if isinstance(sharded, ShardedLinear) and not options.copy:
+        if isinstance(sharded, ShardedLinear | VocabParallelEmbedding) and not options.copy:
             # Its parameters stay whole, for saving as for describing.
             specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
@@ -47,6 +49,8 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
         if spec.copies(group.size) > 1:
             path, _, own = name.rpartition(".")
             model.get_submodule(path).register_forward_pre_hook(Watcher(group, own, spec))
+    for names in together:
+        tie(model, names)
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 

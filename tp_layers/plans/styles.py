@@ -3,6 +3,7 @@
 from typing import Any
 
 from .around_styles import Divide, HeadParameters, Regroup, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .embedding_styles import EmbeddingRowwise
 from .linear_styles import (
     Colwise,
     ColwiseGather,
@@ -35,6 +36,7 @@ STYLES: dict[str, Style] = {
     "rowwise_partial": RowwisePartial(),
     "all_reduce_output": AllReduceOutput(),
     "colwise_gather": ColwiseGather(),
+    "embedding_rowwise": EmbeddingRowwise(),
     "rms_norm": RMSNorm(),
     "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),
