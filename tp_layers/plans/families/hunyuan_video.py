@@ -1,0 +1,71 @@
+"""HunyuanVideo (T2V, I2V, Framepack), HunyuanVideo 1.5 and HunyuanImage 2.1.
+
+The modulations (`norm1.linear`, `norm1_context.linear`, `norm.linear`) are 27 % of HunyuanVideo and HunyuanImage, 33 %
+of HunyuanVideo 1.5, which has no single blocks. I2V's "token_replace" blocks have the same names; they run their
+modulation twice.
+
+The text passes two refiner blocks first. They have no q and k norms, so a head count that is not divided there goes
+unnoticed.
+
+Whole: the embedders, the refiner's modulation and the final projection (under 1 %); the q and k norms, which act within
+a head.
+"""
+
+from typing import Any
+
+from ..shared import Published, feed_forward, joint_attention, self_attention
+from ..styles import Divide, PackedRowwiseParallel
+
+
+def _double(path: str) -> dict[str, Any]:
+    return {
+        f"{path}.norm1.linear": "modulation",
+        f"{path}.norm1_context.linear": "modulation",
+        f"{path}.attn": Divide("heads"),
+        **joint_attention(f"{path}.attn"),
+        **feed_forward(f"{path}.ff"),
+        **feed_forward(f"{path}.ff_context"),
+    }
+
+
+def _single(path: str) -> dict[str, Any]:
+    return {
+        f"{path}.norm.linear": "modulation",
+        f"{path}.attn": Divide("heads"),
+        f"{path}.attn.to_q": "colwise",
+        f"{path}.attn.to_k": "colwise",
+        f"{path}.attn.to_v": "colwise",
+        f"{path}.proj_mlp": "colwise",
+        # Its input is the attention's output and the MLP's, one after the other.
+        f"{path}.proj_out": PackedRowwiseParallel(
+            lambda linear: [linear.out_features, linear.in_features - linear.out_features]
+        ),
+    }
+
+
+def _refiner(path: str) -> dict[str, Any]:
+    return {f"{path}.attn": Divide("heads"), **self_attention(f"{path}.attn"), **feed_forward(f"{path}.ff")}
+
+
+_VIDEO = {
+    **_refiner("context_embedder.token_refiner.refiner_blocks.*"),
+    **_double("transformer_blocks.*"),
+    **_single("single_transformer_blocks.*"),
+}
+
+PLANS = {
+    "HunyuanVideoTransformer3DModel": _VIDEO,
+    "HunyuanVideoFramepackTransformer3DModel": _VIDEO,
+    "HunyuanVideo15Transformer3DModel": {
+        **_refiner("context_embedder.token_refiner.refiner_blocks.*"),
+        **_double("transformer_blocks.*"),
+    },
+    "HunyuanImageTransformer2DModel": _VIDEO,
+}
+
+PUBLISHED: Published = {
+    "HunyuanVideo": ("HunyuanVideoTransformer3DModel", {}),
+    "HunyuanVideo-I2V": ("HunyuanVideoTransformer3DModel", {"image_condition_type": "token_replace"}),
+    "HunyuanVideo-1.5": ("HunyuanVideo15Transformer3DModel", {}),
+    "HunyuanImage-2.1": ("HunyuanImageTransformer2DModel", {"text_embed_2_dim": 1472}),
+}
