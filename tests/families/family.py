@@ -33,6 +33,7 @@ class Family:
     `config` maps a number of heads to the class's arguments; `inputs` returns the arguments of `forward`. `variant`
     tells several configs of one class apart. `dead`: parameters that nothing reads in the unsharded model either (the
     text stream ends in the last block). `thorough`: goes through every test there is, not only those of all classes.
+    `model`: a subclass whose forward calls the class's more than once, where one call fills a cache for the next.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Family:
     variant: str = ""
     dead: str = "(?!)"
     thorough: bool = False
+    model: type[nn.Module] | None = None
 
     @property
     def label(self) -> str:
@@ -49,7 +51,7 @@ class Family:
 
     def make(self, heads: int = 4) -> nn.Module:
         """The model as its class initialises it; on the current default device."""
-        return getattr(diffusers, self.name)(**self.config(heads))
+        return (self.model or getattr(diffusers, self.name))(**self.config(heads))
 
     def build(self, heads: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model, every parameter drawn, in eval mode, with the dtypes diffusers' from_pretrained would give it."""
