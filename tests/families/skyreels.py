@@ -1,4 +1,4 @@
-"""SkyReels V2: image to video, and diffusion forcing, where a time goes with each frame and blocks of two are causal."""
+"""SkyReels V2: image to video; and diffusion forcing, with a time for each frame, causal in blocks of two frames."""
 
 import torch
 

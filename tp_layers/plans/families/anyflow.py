@@ -1,7 +1,8 @@
 """AnyFlow, made of Wan's blocks: bidirectional, and causal (FAR).
 
-The causal one writes keys and values into a cache that its caller made. A rank has its own heads only: a cache for all
-of them does not fit, and is an error; make it for `model.blocks[0].attn1.heads`, or do without.
+The causal one writes keys and values into a cache that its caller made, for all heads in the case of its pipeline. A
+rank has its own heads only, so that is an error: make a cache for `model.blocks[0].attn1.heads`, or call the pipeline
+with `use_kv_cache=False`.
 
 Whole: the timestep projection (1.1 % of the 14B models), as a rank needs all of it; the embedders (under 1 %).
 """
