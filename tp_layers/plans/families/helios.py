@@ -1,0 +1,26 @@
+"""Helios, made of Wan's blocks, whose self-attention may amplify the keys of the frames before.
+
+The scale of those keys is a parameter with one number for each head, of which a rank has its own, or one for all heads,
+which stays whole; of that one, each rank's gradient is of its own heads only.
+
+Whole: the timestep projection (1.1 %), as a rank needs all of it; the patch and text embedders (under 1 %).
+"""
+
+from torch import nn
+
+from ..shared import Plan, Published
+from ..styles import ShardParameter
+from ..wan_blocks import wan_block
+
+
+def helios(model: nn.Module) -> Plan:
+    """The plan, by what the keys' scale is in the config of `model`."""
+    plan = {"condition_embedder.time_proj": "modulation", **wan_block("blocks.*")}
+    if model.config.is_amplify_history and model.config.history_scale_mode == "per_head":  # type: ignore[union-attr]
+        plan["blocks.*.attn1.history_key_scale"] = ShardParameter(0)
+    return plan
+
+
+PLANS = {"HeliosTransformer3DModel": helios}
+
+PUBLISHED: Published = {"Helios": ("HeliosTransformer3DModel", {})}
