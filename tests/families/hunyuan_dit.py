@@ -22,7 +22,8 @@ def hunyuan_dit_inputs() -> Values:
     return dict(
         hidden_states=noise(2, 4, 4, 6), timestep=torch.tensor([300.0, 700.0]),
         encoder_hidden_states=noise(2, 5, 24, seed=2), text_embedding_mask=torch.tensor([[1] * 5, [1] * 3 + [0] * 2]),
-        encoder_hidden_states_t5=noise(2, 4, 40, seed=3), text_embedding_mask_t5=torch.tensor([[1] * 4, [1] * 2 + [0] * 2]),
+        encoder_hidden_states_t5=noise(2, 4, 40, seed=3),
+        text_embedding_mask_t5=torch.tensor([[1] * 4, [1] * 2 + [0] * 2]),
         image_meta_size=torch.tensor([[32.0, 48.0, 32.0, 48.0, 0.0, 0.0]] * 2), style=torch.tensor([0, 0]),
         image_rotary_emb=(noise(6, 16, seed=4).cos(), noise(6, 16, seed=4).sin()),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from .resolve import Resolved
 from .ties import names_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HEADS = "whose projections would make all heads, where each rank has only its own"
 OFFLOAD_HINT = "sharding already keeps only this rank's part of each weight on its device"
 
 
@@ -84,6 +85,7 @@ def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
             kind = f"{type(planned.data).__name__} of {planned.dtype}"
             yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"
     yield from _fused_reasons(model, resolved)
+    yield from _processor_reasons(model, resolved)
     for path, style in resolved.styles.items():
         # Only a style with an input puts a layer of its own in the module's place.
         if style.input is not None:
@@ -112,6 +114,19 @@ def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
         yield f"'{path}' has a forward of its own, which its sharded layer would drop; restore the class's"
 
 
+def _processor_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
+    """Attention whose processor has projections of its own: they would make all heads, beside this rank's."""
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in resolved.styles):
+        processor = getattr(model.get_submodule(parent), "processor", None)
+        name = type(processor).__name__
+        own = isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None
+        planned = own and any(path.startswith(f"{parent}.processor.") for path in resolved.styles)
+        if "IPAdapter" in name:
+            yield f"the processor of '{parent}' is an IP-adapter ({name}), {_HEADS}; unload it first"
+        elif own and not planned:
+            yield f"the processor of '{parent}' ({name}) has weights of its own, {_HEADS}; plan them, or set another"
+
+
 class Refusal:
     """Stands on a sharded model for a method that would give wrong results. A class, so that it can be copied."""
 
@@ -135,6 +150,10 @@ REFUSED = {
     "enable_layerwise_casting": (
         "be cast layer by layer",
         "it would cast this rank's shards; load with dtype= instead",
+    ),
+    "_load_ip_adapter_weights": (
+        "have an IP-adapter loaded",
+        f"an adapter, {_HEADS}; use it with an unsharded model",
     ),
 }
 

@@ -1,10 +1,10 @@
 """ACE-Step 1.5.
 
-Its attention counts heads of queries and heads of keys and values by themselves, and both are divided. One modulation of
-all blocks stands in each of the two time embeddings (3 %).
+Its attention counts heads of queries and heads of keys and values separately, and both are divided. Each of the two
+time embeddings ends in a modulation of all blocks (3 %).
 
-Whole: the rest of the time embeddings, the condition embedder, the convolutions at both ends and the tables added to the
-modulation (1 %); the q and k norms, which act within a head.
+Whole: the rest of the time embeddings, the condition embedder, the convolutions at both ends and the tables added to
+the modulation (1 %); the q and k norms, which act within a head.
 """
 
 from ..shared import Published, self_attention

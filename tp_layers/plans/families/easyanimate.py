@@ -11,13 +11,11 @@ Whole: the embedders and the final projection (under 1 %), and the q and k norms
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from ..shared import Published, feed_forward, joint_attention
 from ..styles import Divide, PackedColwiseParallel
 
 
-def _plan(model: nn.Module) -> Mapping[str, Any]:
+def _plan(model: Any) -> Mapping[str, Any]:
     shared = sum(block.txt_ff is None for block in model.transformer_blocks)
     if shared:
         raise ValueError(

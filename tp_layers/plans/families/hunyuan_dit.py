@@ -10,13 +10,11 @@ projection (under 1 %); the q and k norms, which act within a head.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from ..shared import Published, feed_forward, self_attention
 from ..styles import Divide, PackedColwiseParallel
 
 
-def _plan(model: nn.Module) -> Mapping[str, Any]:
+def _plan(model: Any) -> Mapping[str, Any]:
     gated = model.config.activation_fn in ("geglu", "swiglu")
     return {
         "text_embedder.linear_1": "colwise",

@@ -13,13 +13,11 @@ k norms, which act within a head.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from ..shared import feed_forward, joint_attention, self_attention
 from ..styles import Divide, PackedRowwiseParallel
 
 
-def _plan(model: nn.Module) -> Mapping[str, Any]:
+def _plan(model: Any) -> Mapping[str, Any]:
     if any(block.cross_attn is not None for block in model.single_transformer_blocks):
         raise ValueError(
             f"{type(model).__name__} with enable_text_cross_attention_single has no plan: in its single blocks the "

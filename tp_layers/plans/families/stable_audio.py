@@ -3,9 +3,9 @@
 In Open the cross-attention has half as many heads for keys and values (12 of 24); their number is taken from shapes, so
 only `heads` is divided.
 
-In 3 attention is the difference of two, projected at once: q1, q2, k1, k2, v; without `use_differential_attention` q, k,
-v. Every projection has as many blocks as its rows are wider than its columns. The norms within a head keep their weight
-as `gamma`.
+In 3 attention is the difference of two, projected at once: q1, q2, k1, k2, v (q, k, v without
+`use_differential_attention`). Each of them is a square, so a projection has as many blocks as it has squares. The norms
+within a head call their weight `gamma`.
 
 The one modulation of all blocks, `global_cond_embedder.2`, is 1 % of 3. Whole: the embedders and the final projection
 (1 %).
