@@ -8,7 +8,7 @@ import torch
 
 import tp_layers
 from tp_layers.cli import main
-from tp_layers.overview import published
+from tp_layers.overview import published, row
 from tp_layers.plans.families import PLANS, PUBLISHED
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -19,9 +19,15 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_prints(capsys):
     assert main(["describe", "--all"]) == 0
     assert capsys.readouterr().out == PAGE.read_text(), "run: tp-layers describe --all > docs/models.md"
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_row_of_a_model_is_current(name):
+    assert row(name) in PAGE.read_text().splitlines(), "run: tp-layers describe --all > docs/models.md"
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -37,8 +43,7 @@ def test_the_bytes_of_a_rank_are_the_sum_over_the_parameters(name):
     held = {key: tensor.nbytes for key, tensor in sharded.state_dict().items()}
     assert report.held_bytes == sum(held.values())
     assert {before[key] // held[key] for key in before} == {1, size}
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
-    assert f" {report.held_bytes / 1e9:.2f} " in row
+    assert f" {report.held_bytes / 1e9:.2f} " in row(name)
 
 
 def test_every_published_model_has_a_registered_class_and_a_figure():
@@ -53,6 +58,7 @@ def test_weights_are_in_half_precision_but_for_those_kept():
     assert kept and set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_no_registered_plan_forgets_a_large_weight():
     noted = {name: tp_layers.describe(published(name), size=2, check=False).notes for name in PUBLISHED}
     assert {name: notes for name, notes in noted.items() if notes} == {}

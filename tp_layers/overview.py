@@ -3,8 +3,6 @@
 Everything is computed from configs, on meta, with weights in bfloat16 but for those a class keeps in float32.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -20,8 +18,8 @@ HEADER = """# Models
 What the registered plans do to published models, from their configs alone: `tp-layers describe --all` prints this
 page, and `tp-layers describe NAME --size N` says more of one. Weights are in bfloat16, those that a class keeps in
 float32 in float32; GB = 10^9 bytes on each rank. A size that is left out (-) does not divide the model's heads or
-blocks. Collectives are those of one forward call, with their bytes for each row of their input: a token, and for a
-modulation (all-gathered) an image.
+blocks. Collectives are those of one forward call, with their bytes for each row of their input in all: a token, and for
+a modulation (all-gathered) an image.
 
 | model | class | parameters | sharded | GB on one | {sizes} | collectives |
 | --- | --- | --- | --- | --- | {rules} | --- |
@@ -51,16 +49,17 @@ def published(name: str) -> nn.Module:
 def table() -> str:
     """`docs/models.md`: a row for every published model."""
     sizes = " | ".join(f"GB at {size}" for size in SIZES)
-    return HEADER.format(sizes=sizes, rules=" | ".join("---" for _ in SIZES)) + "".join(_rows())
+    rows = (row(name) + "\n" for name in sorted(PUBLISHED, key=str.lower))
+    return HEADER.format(sizes=sizes, rules=" | ".join("---" for _ in SIZES)) + "".join(rows)
 
 
-def _rows() -> Iterator[str]:
-    for name in sorted(PUBLISHED, key=str.lower):
-        model = published(name)
-        plan = plan_for(model)
-        one = describe(model, plan, size=1)
-        reports = {size: describe(model, plan, size=size) for size in SIZES if size in one.sizes}
-        yield "| " + " | ".join([name, one.model, *_cells(model, one, reports)]) + " |\n"
+def row(name: str) -> str:
+    """The line of the table for the model published as `name`."""
+    model = published(name)
+    plan = plan_for(model)
+    one = describe(model, plan, size=1)
+    reports = {size: describe(model, plan, size=size) for size in SIZES if size in one.sizes}
+    return "| " + " | ".join([name, one.model, *_cells(model, one, reports)]) + " |"
 
 
 def _cells(model: nn.Module, one: Report, reports: dict[int, Report]) -> list[str]:
@@ -71,5 +70,5 @@ def _cells(model: nn.Module, one: Report, reports: dict[int, Report]) -> list[st
         f"{1 - first.whole_bytes / first.full_bytes:.0%}",
         f"{one.held_bytes / 1e9:.2f}",
         *(f"{reports[size].held_bytes / 1e9:.2f}" if size in reports else "-" for size in SIZES),
-        ", ".join(f"{it.count} {it.kind} ({it.bytes_per_row / 1e3:,.0f} kB a row)" for it in first.collectives),
+        ", ".join(f"{it.count} {it.kind} ({it.bytes_per_row:,} B a row)" for it in first.collectives),
     ]
