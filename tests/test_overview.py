@@ -48,7 +48,7 @@ def test_the_bytes_of_a_rank_are_the_sum_over_the_parameters(name):
 
 def test_every_published_model_has_a_registered_class_and_a_figure():
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
-    assert {row[0].removeprefix("| ") for row in rows} - {"---"} == set(PUBLISHED)
+    assert {cells[0].removeprefix("| ") for cells in rows} - {"---"} == set(PUBLISHED)
     assert {found for found, _ in PUBLISHED.values()} <= set(PLANS)
 
 
