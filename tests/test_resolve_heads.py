@@ -105,6 +105,7 @@ def test_heads_of_models_of_diffusers():
     with pytest.raises(ValueError, match="heads of 3 is not divisible by 2 ranks; sizes that work for this plan: 1, 3"):
         resolve(flux, self_attention("transformer_blocks.*.attn"), 2)
     assert resolve(flux, feed_forward("transformer_blocks.*.ff"), 2).notes == []
-    assert resolve(lumina, self_attention("layers.*.attn"), 2).sizes == [1, 2]
-    with pytest.raises(ValueError, match=r"'layers\.0\.attn': kv_heads of 2 is not divisible by 4 ranks"):
-        resolve(lumina, self_attention("layers.*.attn"), 4)
+    # Two kv heads are divided by two ranks, and each is held by two of four.
+    assert resolve(lumina, self_attention("layers.*.attn"), 2).sizes == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"heads of 4 is not divisible by 8 ranks; sizes that .*: 1, 2, 4$"):
+        resolve(lumina, self_attention("layers.*.attn"), 8)

@@ -125,6 +125,8 @@ def _check_size(counts: list[Count], cuts: Cuts, size: int, uneven: bool) -> lis
     if uneven:
         raise ValueError(f"{cuts.problem(size, uneven)}; {which}")
     wrong = [count for count in counts if count.value % size]
-    first = next((count for count in wrong if count.value not in cuts.shared(size)), wrong[0])
-    hint = "" if cuts.problem(size, True) else f"; with uneven=True, ranks hold unequal parts and {size} of them work"
-    raise ValueError(f"{first.what} of {first.value} is not divisible by {size} ranks; {which}{hint}")
+    alone = [count for count in wrong if count.value not in cuts.shared(size)]
+    first = (alone or wrong)[0]
+    reason = "" if alone else f", and ranks cannot share kv heads ({cuts.problem(size, uneven)})"
+    hint = "" if cuts.problem(size, True) else f"; uneven=True lets {size} ranks hold unequal parts"
+    raise ValueError(f"{first.what} of {first.value} is not divisible by {size} ranks{reason}; {which}{hint}")

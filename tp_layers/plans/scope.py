@@ -67,7 +67,10 @@ class Scope:
 def _answer(attention: Attention, kind: str, length: int, size: int, uneven: bool) -> int | None:
     if kind in (COUNT, KV_COUNT):
         return attention.pieces(size, uneven) if kind == COUNT else attention.kv_pieces(size, uneven)
-    return attention.pieces_of(length, size, uneven)
+    pieces = attention.pieces_of(length, size, uneven)
+    if kind == BETWEEN and pieces is not None and attention.holds_kv(length) and length == attention.heads:
+        raise ValueError(f"{length} is both the number of heads and the width of the kv heads: it is not known which")
+    return pieces
 
 
 def lengths_of(item: Match) -> Lengths:
