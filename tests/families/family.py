@@ -32,7 +32,9 @@ class Family:
 
     `config` maps a number of heads to the class's arguments; `inputs` returns the arguments of `forward`. `variant`
     tells several configs of one class apart. `dead`: parameters that nothing reads in the unsharded model either (the
-    text stream ends in the last block). `thorough`: goes through every test there is, not only those of all classes.
+    text stream ends in the last block). `fused`: its projections are fused, as by `fuse_qkv_projections()`; drawn anew,
+    the fused ones differ from the separate ones beside them. `thorough`: goes through every test there is, not only
+    those of all classes.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Family:
     inputs: Callable[[], Values]
     variant: str = ""
     dead: str = "(?!)"
+    fused: bool = False
     thorough: bool = False
 
     @property
@@ -49,7 +52,10 @@ class Family:
 
     def make(self, heads: int = 4) -> nn.Module:
         """The model as its class initialises it; on the current default device."""
-        return getattr(diffusers, self.name)(**self.config(heads))
+        model = getattr(diffusers, self.name)(**self.config(heads))
+        if self.fused:
+            model.fuse_qkv_projections()
+        return model
 
     def build(self, heads: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model, every parameter drawn, in eval mode, with the dtypes diffusers' from_pretrained would give it."""
