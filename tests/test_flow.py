@@ -1,8 +1,6 @@
 """Split tensors of a plan come from somewhere and go somewhere, or resolve says so before anything is touched."""
 
 import pytest
-import torch
-from diffusers import FluxTransformer2DModel
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
@@ -57,13 +55,3 @@ def test_a_pair_is_fed_and_read():
 def test_the_registered_plans_have_no_open_ends(name):
     model = FAMILIES[name].build()
     assert resolve(model, plan_for(model), 2).notes == []
-
-
-def test_fused_projections_are_refused_while_the_plan_names_the_separate_ones():
-    model = FluxTransformer2DModel(
-        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
-        pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    model.fuse_qkv_projections()
-    with torch.no_grad(), pytest.raises(ValueError, match=r"projections of '.*attn' are fused.*shard first"):
-        tp_layers.apply(model)

@@ -65,7 +65,7 @@ def test_a_compiled_model_is_saved_as_the_model_it_compiles(tmp_path):
 
 def test_projections_fused_after_sharding_are_refused(tmp_path):
     model = tp_layers.apply(FAMILIES["FluxTransformer2DModel"].build(), group=Group())
-    with pytest.raises(NotImplementedError, match="projections fused"):
+    with pytest.raises(NotImplementedError, match="projections fused: fuse them before sharding"):
         model.fuse_qkv_projections()
     with torch.no_grad():
         model.transformer_blocks[0].attn.fuse_projections()

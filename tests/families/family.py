@@ -34,9 +34,10 @@ class Family:
     `config` maps a number of heads to the class's arguments; `inputs` returns the arguments of `forward`. `variant`
     tells several configs of one class apart. `dead`: parameters that nothing reads in the unsharded model either (the
     text stream ends in the last block). `cancelled`: those that cancel out, as a bias of all keys does in the softmax.
-    `thorough`: goes through every test there is, not only those of all classes. `config_class`: of a class of
-    transformers, which `config` has the arguments of; "": the class is one of diffusers. `model`: a subclass whose
-    forward calls the class's more than once, where one call fills a cache for the next.
+    `fused`: its projections are fused, as by `fuse_qkv_projections()`; drawn anew, the fused ones differ from the
+    separate ones beside them. `thorough`: goes through every test there is, not only those of all classes.
+    `config_class`: of a class of transformers, which `config` has the arguments of; "": the class is one of diffusers.
+    `model`: a subclass whose forward calls the class's more than once, where one call fills a cache for the next.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     variant: str = ""
     dead: str = "(?!)"
     cancelled: str = "(?!)"
+    fused: bool = False
     thorough: bool = False
     config_class: str = ""
     model: type[nn.Module] | None = None
@@ -63,7 +65,10 @@ class Family:
         """The model as its class initialises it; on the current default device."""
         if self.config_class:
             return self.cls._from_config(getattr(transformers, self.config_class)(**self.config(heads)))
-        return (self.model or self.cls)(**self.config(heads))
+        model = (self.model or self.cls)(**self.config(heads))
+        if self.fused:
+            model.fuse_qkv_projections()
+        return model
 
     def build(self, heads: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model, every parameter drawn, in eval mode, with the dtypes diffusers' from_pretrained would give it."""

@@ -22,4 +22,12 @@ def flux_inputs() -> Values:
 
 FAMILIES = [
     Family("FluxTransformer2DModel", flux, flux_inputs, thorough=True),
+    Family(
+        "FluxTransformer2DModel",
+        flux,
+        flux_inputs,
+        variant="fused",
+        dead=r"attn\.(to_[qkv]|add_[qkv]_proj)\.",
+        fused=True,
+    ),
 ]

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from ..plans.refuse import unplanned_fusions
 from ..plans.shard import Sharding, sharding_of
 
 
@@ -57,7 +58,8 @@ def require_unchanged(model: nn.Module, sharding: Sharding) -> None:
         if local[spec.dim] != spec.extent(group.rank, group.size):
             raise ValueError(f"'{name}' is {local}, not a shard of {spec.full_shape(local)}: it was replaced")
     for path, module in model.named_modules():
-        if getattr(module, "fused_projections", False) and any(name.startswith(f"{path}.") for name in specs):
+        planned = any(name.startswith(f"{path}.") for name in specs)
+        if planned and unplanned_fusions(path, module, sharding.resolved):
             raise ValueError(f"the projections of '{path}' were fused after sharding: unfuse them first")
 
 

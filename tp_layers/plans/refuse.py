@@ -10,6 +10,7 @@ from ..layers.embedding import VocabParallelEmbedding
 from ..layers.linear import ShardedLinear
 from ..layers.norm import AcrossRMSNorm
 from .resolve import Resolved
+from .shared import FUSED
 from .ties import names_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -92,16 +93,18 @@ def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
             yield from _layer_reasons(path, model.get_submodule(path))
 
 
+def unplanned_fusions(path: str, module: nn.Module, resolved: Resolved) -> list[str]:
+    """Into what diffusers has fused the projections of `module`, at `path`, without the plan knowing of it."""
+    fused = FUSED if getattr(module, "fused_projections", False) else ()
+    return [name for name in fused if name in module._modules and f"{path}.{name}" not in resolved.styles]
+
+
 def _fused_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
     """Attention whose projections diffusers has fused: the separate ones are still there, and no longer used."""
-    names: dict[str, list[str]] = {}
-    for path in resolved.styles:
-        parent, _, name = path.rpartition(".")
-        names.setdefault(parent, []).append(name)
-    for parent, planned in names.items():
-        fused = getattr(model.get_submodule(parent), "fused_projections", False)
-        if fused and not any("qkv" in name for name in planned):
-            yield f"the projections of '{parent}' are fused, and its plan names {planned}: shard first, or plan to_qkv"
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in resolved.styles):
+        missing = unplanned_fusions(parent, model.get_submodule(parent), resolved)
+        if missing:
+            yield f"the projections of '{parent}' are fused, and its plan lacks {missing}: unfuse first, or plan them"
 
 
 def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
@@ -145,7 +148,7 @@ REFUSED = {
     "add_adapter": _ADAPTER,
     "load_lora_adapter": _ADAPTER,
     "load_adapter": _ADAPTER,
-    "fuse_qkv_projections": ("have its projections fused", "a fused layer would hold a second copy; fuse nothing"),
+    "fuse_qkv_projections": ("have its projections fused", "fuse them before sharding"),
     "enable_group_offload": _OFFLOAD,
     "enable_layerwise_casting": (
         "be cast layer by layer",

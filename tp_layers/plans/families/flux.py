@@ -5,26 +5,13 @@ The AdaLN modulations (`norm1.linear`, `norm1_context.linear`, `norm.linear`) ar
 Whole: the embedders and the final projection (under 1 %); the q and k norms, which act within a head.
 """
 
-from ..shared import Published, feed_forward, joint_attention
-from ..styles import PackedRowwiseParallel
+from ..shared import Published, double_block, single_block
 
 PLANS = {
-    "FluxTransformer2DModel": {
-        "transformer_blocks.*.norm1.linear": "modulation",
-        "transformer_blocks.*.norm1_context.linear": "modulation",
-        "single_transformer_blocks.*.norm.linear": "modulation",
-        **joint_attention("transformer_blocks.*.attn"),
-        **feed_forward("transformer_blocks.*.ff"),
-        **feed_forward("transformer_blocks.*.ff_context"),
-        "single_transformer_blocks.*.attn.to_q": "colwise",
-        "single_transformer_blocks.*.attn.to_k": "colwise",
-        "single_transformer_blocks.*.attn.to_v": "colwise",
-        "single_transformer_blocks.*.proj_mlp": "colwise",
-        # Its input is the attention's output and the MLP's, one after the other.
-        "single_transformer_blocks.*.proj_out": PackedRowwiseParallel(
-            lambda linear: [linear.out_features, linear.in_features - linear.out_features]
-        ),
-    }
+    "FluxTransformer2DModel": {**double_block("transformer_blocks.*"), **single_block("single_transformer_blocks.*")},
 }
 
-PUBLISHED: Published = {"FLUX.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True})}
+PUBLISHED: Published = {
+    "FLUX.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    "FLUX.1-schnell": ("FluxTransformer2DModel", {}),
+}

@@ -1,8 +1,10 @@
 """FLUX.2 (dev, klein).
 
-Whole: the three global modulations (2 % of FLUX.2-dev), the embedders and the final projection (under 1 %), and the q
-and k norms, which act within a head. No attribute is divided: the single blocks split their projection by the ratio of
-`inner_dim` to `mlp_hidden_dim`, which stays what it was.
+The three modulations are global: 2 % of FLUX.2-dev, 4 % of klein.
+
+Whole: the embedders and the final projection (1 %), and the q and k norms, which act within a head. No attribute is
+divided: the single blocks split their projection by the ratio of `inner_dim` to `mlp_hidden_dim`, which stays what it
+was.
 """
 
 from typing import Any
@@ -17,6 +19,9 @@ def _gated(path: str) -> dict[str, Any]:
 
 PLANS = {
     "Flux2Transformer2DModel": {
+        "double_stream_modulation_img.linear": "modulation",
+        "double_stream_modulation_txt.linear": "modulation",
+        "single_stream_modulation.linear": "modulation",
         **joint_attention("transformer_blocks.*.attn"),
         **_gated("transformer_blocks.*.ff"),
         **_gated("transformer_blocks.*.ff_context"),
@@ -28,4 +33,23 @@ PLANS = {
 
 PUBLISHED: Published = {
     "FLUX.2-dev": ("Flux2Transformer2DModel", {}),
+    "FLUX.2-klein-4B": (
+        "Flux2Transformer2DModel",
+        {
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 7680,
+            "guidance_embeds": False,
+        },
+    ),
+    "FLUX.2-klein-9B": (
+        "Flux2Transformer2DModel",
+        {
+            "num_single_layers": 24,
+            "num_attention_heads": 32,
+            "joint_attention_dim": 12288,
+            "guidance_embeds": False,
+        },
+    ),
 }

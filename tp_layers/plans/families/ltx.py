@@ -1,14 +1,15 @@
 """LTX-Video (2B, 13B).
 
 Its q and k norms run over all heads at once, so they are normalised across ranks; its rotary table covers the full
-inner width before the heads are split, so each rank takes its own channels of it.
+inner width before the heads are split, so each rank takes its own channels of it. The blocks share one modulation
+(`time_embed.linear`, 1 %) and add tables to it.
 
-Whole: the timestep modulation and the caption projection (under 1 %), and the patch projections.
+Whole: the timestep and caption embedders and the patch projections (1 %).
 """
 
 from typing import Any
 
-from ..shared import feed_forward, self_attention
+from ..shared import Published, feed_forward, self_attention
 from ..styles import Divide, SliceOutput
 
 
@@ -23,9 +24,18 @@ def _attention(path: str) -> dict[str, Any]:
 
 PLANS = {
     "LTXVideoTransformer3DModel": {
+        "time_embed.linear": "modulation",
         **_attention("transformer_blocks.*.attn1"),
         **_attention("transformer_blocks.*.attn2"),
         **feed_forward("transformer_blocks.*.ff"),
         "rope": SliceOutput(-1),
     }
+}
+
+PUBLISHED: Published = {
+    "LTX-Video-2B": ("LTXVideoTransformer3DModel", {}),
+    "LTX-Video-13B": (
+        "LTXVideoTransformer3DModel",
+        {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+    ),
 }
