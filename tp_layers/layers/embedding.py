@@ -10,29 +10,25 @@ from torch import nn
 from ..collectives import all_reduce
 from ..group import Group, GroupLike
 from ..plans.spec import ShardSpec
-from .linear import require_inference, shard_parameter
 from .options import DEFAULT, Options
+from .sharded import ShardedLayer
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedLayer):
     """`ids [..]` of the whole vocabulary -> `y [.., D]`, whole, by one all-reduce.
 
     A rank looks up the ids that are its own and has zeros for the others, so that each sum has one term that is not
-    zero: `y` is exact in every dtype. `weight [V / size, D]` is this rank's shard; with `options.copy=False` it is the
-    full weight. The cut is also that of a colwise output head, to which the table may be tied.
+    zero: `y` is exact in every dtype. The cut, of `weight [V, D]` along the vocabulary, is also that of a colwise
+    output head, to which the table may be tied.
     """
 
-    weight: nn.Parameter
-
     def __init__(self, embedding: nn.Embedding, spec: ShardSpec, group: Group, options: Options) -> None:
-        super().__init__()
-        self.spec, self.group, self.options = spec, group, options
+        super().__init__(embedding, spec, group, options)
+        self.weight = self.cut(embedding.weight)
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.padding_idx = embedding.padding_idx
         self.sparse = embedding.sparse
         ((self.start, self.stop, _),) = spec.ranges(group.rank, group.size)
-        whole = cast(nn.Parameter, embedding.weight)
-        self.weight = shard_parameter(whole, spec, group) if options.copy else whole
         scale = getattr(embedding, "embed_scale", None)
         if isinstance(scale, torch.Tensor):
             self.register_buffer("embed_scale", scale, persistent=False)
@@ -75,10 +71,8 @@ class VocabParallelEmbedding(nn.Module):
         return y * (scale.to(y.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     def _own_rows(self) -> torch.Tensor:
-        if self.options.copy:
-            return self.weight
-        require_inference(self)
-        return self.spec.view(self.weight, self.group.rank, self.group.size)
+        self.check_in_place()
+        return self.weight if self.ranges is None else self.spec.view(self.weight, self.group.rank, self.group.size)
 
     def _own_padding(self) -> int | None:
         """The row of the shard that gets no gradient, if it is this rank's."""
@@ -89,8 +83,7 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """As `nn.Embedding` prints itself, with the place of the shard."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        where = f"rank {self.group.rank} of {self.group.size}, dim 0 of {self.spec.length}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {where}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self.place}"
 
 
 def plain_embedding(module: nn.Module) -> nn.Embedding:

@@ -6,9 +6,8 @@ from torch import nn
 
 from ..collectives import sum_gradient
 from ..group import Group
-from ..layers.embedding import VocabParallelEmbedding
-from ..layers.linear import ShardedLinear
 from ..layers.options import DEFAULT, Options
+from ..layers.sharded import ShardedLayer
 from .around_styles import Watcher
 from .refuse import guard
 from .resolve import Resolved
@@ -40,7 +39,7 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             continue
         module = parent.get_submodule(name)
         sharded = style.shard(module, group, options)
-        if isinstance(sharded, ShardedLinear | VocabParallelEmbedding) and not options.copy:
+        if isinstance(sharded, ShardedLayer) and not options.copy:
             # Its parameters stay whole, for saving as for describing.
             specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
