@@ -6,7 +6,6 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -17,11 +16,7 @@ from ..kernels.colwise import colwise
 from ..kernels.rowwise import rowwise
 from ..plans.spec import ShardSpec
 from .options import DEFAULT, Options
-
-
-def shard_parameter(parameter: torch.Tensor, spec: ShardSpec, group: Group) -> nn.Parameter:
-    """This rank's shard of `parameter` under `spec`, as a parameter of its own."""
-    return nn.Parameter(spec.take(parameter.detach(), group.rank, group.size), parameter.requires_grad)
+from .sharded import ShardedLayer
 
 
 def plain_linear(module: nn.Module) -> nn.Linear:
@@ -35,49 +30,20 @@ def plain_linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-class ShardedLinear(nn.Module):
-    """What the two layers share: the place of the shard, how they compute, and how they print.
+class ShardedLinear(ShardedLayer):
+    """What the two layers share: the same cut of an activation's last dim, and how they print."""
 
-    `weight` is this rank's shard; with `options.copy=False` it is the full weight, of which `ranges` are this rank's.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     in_features: int
     out_features: int
 
     def __init__(self, linear: nn.Linear, spec: ShardSpec, group: Group, options: Options) -> None:
-        super().__init__()
-        plain_linear(linear)
-        if "weight" not in linear._parameters:
-            raise ValueError("its weight is parametrised, so it is computed; remove the parametrisation first")
-        self.spec, self.group, self.options = spec, group, options
-        # The same cut, of an activation's last dim.
+        super().__init__(plain_linear(linear), spec, group, options)
         self.features = ShardSpec(-1, spec.blocks)
-        mine = spec.ranges(group.rank, group.size)
-        self.local_features = sum(stop - start for start, stop, _ in mine)
-        self.ranges = None if options.copy else [(start, stop) for start, stop, _ in mine]
-
-    def cut(self, parameter: torch.Tensor) -> nn.Parameter:
-        """What the layer holds of a parameter that its spec cuts."""
-        if self.options.copy:
-            return shard_parameter(parameter, self.spec, self.group)
-        return cast(nn.Parameter, parameter)
-
-    def check_in_place(self) -> None:
-        """Raises ValueError where a full weight read in place would get the gradient of this rank's part only."""
-        if self.ranges is None or not torch.is_grad_enabled():
-            return
-        if any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("a layer with copy=False is for inference: use torch.no_grad(), or shard with copy=True")
 
     def extra_repr(self) -> str:
         """As `nn.Linear` prints itself, with the place of the shard."""
-        blocks = f" in blocks {self.spec.blocks}" if len(self.spec.blocks) > 1 else ""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank {self.group.rank} of {self.group.size}, dim {self.spec.dim} of {self.spec.length}{blocks}"
-        )
+        size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{size}, {self.place}"
 
 
 class ColwiseLinear(ShardedLinear):
@@ -91,7 +57,7 @@ class ColwiseLinear(ShardedLinear):
         self.register_parameter("bias", None if linear.bias is None else self.cut(linear.bias))
         self.gather = gather
         self.in_features = linear.weight.shape[1]
-        self.out_features = spec.length if gather else self.local_features
+        self.out_features = spec.length if gather else self.local
 
     @classmethod
     def from_linear(
@@ -132,7 +98,7 @@ class RowwiseLinear(ShardedLinear):
         self.weight = self.cut(linear.weight)
         self.register_parameter("bias", linear.bias)
         self.split_input = split_input
-        self.in_features = spec.length if split_input else self.local_features
+        self.in_features = spec.length if split_input else self.local
         self.out_features = linear.weight.shape[0]
 
     @classmethod

@@ -10,8 +10,8 @@ from ..collectives import all_reduce
 from ..group import Group, GroupLike
 from ..kernels.rms_norm import scale, sum_of_squares
 from ..plans.spec import ShardSpec
-from .linear import shard_parameter
 from .options import DEFAULT, Options
+from .sharded import shard_parameter
 
 
 class AcrossRMSNorm(nn.Module):

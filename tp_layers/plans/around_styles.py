@@ -9,9 +9,9 @@ from torch import nn
 
 from ..collectives import split, sum_gradient
 from ..group import Group
-from ..layers.linear import shard_parameter
 from ..layers.norm import AcrossRMSNorm, norm_width
 from ..layers.options import DEFAULT, Options
+from ..layers.sharded import shard_parameter
 from .spec import ShardSpec
 from .style import Specs, Style
 
