@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.linear import ShardedLinear
 from ..layers.norm import AcrossRMSNorm
+from ..layers.sharded import ShardedLayer
 from .resolve import Resolved
+from .ties import names_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OFFLOAD_HINT = "sharding already keeps only this rank's part of each weight on its device"
@@ -28,7 +29,8 @@ def refuse_planned(model: nn.Module, resolved: Resolved) -> None:
     """Raises if a planned module or parameter is in such a state.
 
     Raises:
-        ValueError: it is parametrised, hooked, tied or not a plain floating-point tensor; with what to do instead.
+        ValueError: it is parametrised, hooked, tied to what is not cut alike or not a plain floating-point tensor; with
+            what to do instead.
     """
     for reason in _planned_reasons(model, resolved):
         raise ValueError(f"cannot shard this {type(model).__name__}: {reason}")
@@ -52,7 +54,7 @@ def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
     what = f"'{path}'" if path else "it"
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         yield f"{what} is compiled; shard first, then compile"
-    if isinstance(module, ShardedLinear | AcrossRMSNorm) or (path and "_tp_layers" in module.__dict__):
+    if isinstance(module, ShardedLayer | AcrossRMSNorm) or (path and "_tp_layers" in module.__dict__):
         yield f"{what} is sharded already"
     if hasattr(module, "_hf_hook"):
         yield f"accelerate offloads {what}; remove its hooks first, {OFFLOAD_HINT}"
@@ -65,18 +67,16 @@ def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    for name in resolved.specs:
+    owners = names_of(model)
+    for name, spec in resolved.specs.items():
         path, _, attribute = name.rpartition(".")
         planned = model.get_submodule(path)._parameters.get(attribute)
         if planned is None:
             yield f"'{path}' is parametrised, its '{attribute}' is computed; remove the parametrisation first"
             continue
         others = [other for other in owners[id(planned)] if other != name]
-        if others:
-            yield f"'{name}' is tied to {others}; untie it or leave both out of the plan"
+        if any(resolved.specs.get(other) != spec for other in others):
+            yield f"'{name}' is tied to {others}; untie it or leave both out of the plan, or cut them alike"
         if type(planned.data) is not torch.Tensor or not planned.is_floating_point():
             kind = f"{type(planned.data).__name__} of {planned.dtype}"
             yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"

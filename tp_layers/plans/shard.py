@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..group import Group
-from ..layers.linear import ShardedLinear
 from ..layers.options import DEFAULT, Options
+from ..layers.sharded import ShardedLayer
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
+from .ties import tie, tied
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
 def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Options = DEFAULT) -> None:
     """Puts the sharded layers in place. Each full parameter is freed before the next one is cut."""
-    specs = dict(resolved.specs)
+    specs, together = dict(resolved.specs), tied(model, resolved.specs)
     for path, style in resolved.styles.items():
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -36,11 +37,13 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             continue
         module = parent.get_submodule(name)
         sharded = style.shard(module, group, options)
-        if isinstance(sharded, ShardedLinear) and not options.copy:
+        if isinstance(sharded, ShardedLayer) and not options.copy:
             # Its parameters stay whole, for saving as for describing.
             specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
             parent._modules[name] = sharded.train(module.training)
+    for names in together:
+        tie(model, names)
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .around_styles import Divide, HeadParameters, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .embedding_styles import EmbeddingRowwise
 from .linear_styles import (
     Colwise,
     ColwiseGather,
@@ -31,6 +32,7 @@ STYLES: dict[str, Style] = {
     "rowwise": Rowwise(),
     "rowwise_split_input": RowwiseSplitInput(),
     "colwise_gather": ColwiseGather(),
+    "embedding_rowwise": EmbeddingRowwise(),
     "rms_norm": RMSNorm(),
     "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),

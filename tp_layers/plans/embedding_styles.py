@@ -1,0 +1,28 @@
+"""The style of an embedding table."""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..group import Group
+from ..layers.embedding import VocabParallelEmbedding, plain_embedding
+from ..layers.options import DEFAULT, Options
+from .spec import ShardSpec
+from .style import Specs, Style
+
+
+class EmbeddingRowwise(Style):
+    """`"embedding_rowwise"`: each rank holds the rows of a part of the vocabulary. The name is that of transformers."""
+
+    input, output, collective = "whole", "whole", "all-reduce"
+
+    def specs(self, module: nn.Module) -> Specs:
+        return {"weight": ShardSpec.of(0, plain_embedding(module).weight.shape[0])}
+
+    def payload(self, module: nn.Module) -> int:
+        weight = cast(torch.Tensor, module.weight)
+        return weight.shape[1] * weight.dtype.itemsize
+
+    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
+        return VocabParallelEmbedding.from_embedding(plain_embedding(module), group=group, options=options)
