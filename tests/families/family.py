@@ -7,6 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import nn
 
 from close import randomise
@@ -33,7 +34,8 @@ class Family:
     `config` maps a number of heads to the class's arguments; `inputs` returns the arguments of `forward`. `variant`
     tells several configs of one class apart. `dead`: parameters that nothing reads in the unsharded model either (the
     text stream ends in the last block). `cancelled`: those that cancel out, as a bias of all keys does in the softmax.
-    `thorough`: goes through every test there is, not only those of all classes.
+    `thorough`: goes through every test there is, not only those of all classes. `config_class`: of a class of
+    transformers, which `config` has the arguments of; "": the class is one of diffusers.
     """
 
     name: str
@@ -43,15 +45,23 @@ class Family:
     dead: str = "(?!)"
     cancelled: str = "(?!)"
     thorough: bool = False
+    config_class: str = ""
 
     @property
     def label(self) -> str:
         """The class, and the variant if there are several."""
         return f"{self.name}, {self.variant}" if self.variant else self.name
 
+    @property
+    def cls(self) -> Any:
+        """The class, of diffusers or of transformers."""
+        return getattr(transformers if self.config_class else diffusers, self.name)
+
     def make(self, heads: int = 4) -> nn.Module:
         """The model as its class initialises it; on the current default device."""
-        return getattr(diffusers, self.name)(**self.config(heads))
+        if self.config_class:
+            return self.cls._from_config(getattr(transformers, self.config_class)(**self.config(heads)))
+        return self.cls(**self.config(heads))
 
     def build(self, heads: int = 4, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model, every parameter drawn, in eval mode, with the dtypes diffusers' from_pretrained would give it."""
