@@ -159,9 +159,9 @@ STATES = {
         lambda model: setattr(model.blocks[1].up, "forward", torch.relu),
         ["'blocks.1.up' has a forward of its own"],
     ),
-    "tied_weights": (
-        lambda model: setattr(model.blocks[1].up, "weight", model.blocks[0].up.weight),
-        ["'blocks.0.up.weight' is tied to ['blocks.1.up.weight']", "untie it"],
+    "tied_weights_that_are_cut_otherwise": (
+        lambda model: setattr(model.blocks[1].down, "weight", model.blocks[0].up.weight),
+        ["'blocks.0.up.weight' is tied to ['blocks.1.down.weight']", "untie it", "or cut them alike"],
     ),
     "tied_to_a_module_outside_the_plan": (
         lambda model: setattr(model.blocks[1].rest, "weight", model.blocks[1].down.weight),

@@ -41,10 +41,9 @@ def glm(heads: int) -> Values:
 
 
 def prompt() -> Values:
-    # Padded on the left, as pipelines pad the prompts of decoders.
     return dict(
-        input_ids=torch.tensor([[3, 55, 17, 28, 41, 9], [0, 0, 14, 30, 2, 44]]),
-        attention_mask=torch.tensor([[1] * 6, [0] * 2 + [1] * 4]), output_hidden_states=True, use_cache=False,
+        input_ids=torch.tensor([[3, 55, 17, 28, 41, 9], [14, 30, 2, 44, 0, 0]]),
+        attention_mask=torch.tensor([[1] * 6, [1] * 4 + [0] * 2]), output_hidden_states=True, use_cache=False,
     )  # fmt: skip
 
 

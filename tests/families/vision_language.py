@@ -61,7 +61,7 @@ def qwen3_vl(heads: int) -> Values:
 
 
 def prompt() -> Values:
-    rows = [[3, 52, IMAGE, IMAGE, IMAGE, IMAGE, 53, 17], [0, 0, 9, 14, 30, 2, 44, 28]]
+    rows = [[3, 52, IMAGE, IMAGE, IMAGE, IMAGE, 53, 17], [9, 14, 30, 2, 44, 28, 0, 0]]
     ids = torch.tensor(rows)
     return dict(
         input_ids=ids, attention_mask=(ids != 0).long(), output_hidden_states=True, use_cache=False,

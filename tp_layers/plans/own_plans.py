@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from .linear_styles import PackedColwiseParallel, PackedRowwiseParallel
+from .match import match
 
 TRANSLATED: dict[str, Any] = {
     "colwise": "colwise",
@@ -29,18 +30,20 @@ def has_own_plan(model: nn.Module) -> bool:
 
 
 def own_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan of a model of transformers; empty, if it has none.
-
-    Its keys may match nothing: transformers lists the modules of all configs of a class.
+    """The plan of a model of transformers, without what it has for modules that only other configs have.
 
     Raises:
         ValueError: it has a style that is not carried out here.
     """
     plan: dict[str, Any] = getattr(model, "tp_plan", None) or {}
+    found = {}
     for key, name in plan.items():
+        if not match(model, {f"{key}?": "replicate"}):
+            continue
         if name not in TRANSLATED:
             raise ValueError(
                 f"transformers' own plan of {type(model).__name__} has the style '{name}' for '{key}', which is not "
                 f"among those carried out here ({', '.join(TRANSLATED)}): pass plan={{...}}"
             )
-    return {f"{key}?": TRANSLATED[name] for key, name in plan.items()}
+        found[key] = TRANSLATED[name]
+    return found

@@ -57,7 +57,8 @@ def _qwen2_vision(path: str) -> Plan:
 
 
 def _qwen3_vision(path: str) -> Plan:
-    plan = _qwen_blocks(f"{path}.blocks.*")
+    # As wide as a part of the merger's first Linear, this norm would be taken for one within a head.
+    plan = {**_qwen_blocks(f"{path}.blocks.*"), f"{path}.merger.norm": "replicate"}
     for mlp in ("blocks.*.mlp", "merger", "deepstack_merger_list.*"):
         plan |= {f"{path}.{mlp}.linear_fc1": "colwise", f"{path}.{mlp}.linear_fc2": "rowwise"}
     return plan
