@@ -11,46 +11,23 @@ Whole: the embedders, the refiner's modulation and the final projection (under 1
 a head.
 """
 
-from typing import Any
-
-from ..shared import Published, feed_forward, joint_attention, self_attention
-from ..styles import Divide, PackedRowwiseParallel
+from ..shared import Plan, Published, double_block, feed_forward, self_attention, single_block
+from ..styles import Divide
 
 
-def _double(path: str) -> dict[str, Any]:
-    return {
-        f"{path}.norm1.linear": "modulation",
-        f"{path}.norm1_context.linear": "modulation",
-        f"{path}.attn": Divide("heads"),
-        **joint_attention(f"{path}.attn"),
-        **feed_forward(f"{path}.ff"),
-        **feed_forward(f"{path}.ff_context"),
-    }
+def _double(path: str) -> Plan:
+    return {f"{path}.attn": Divide("heads"), **double_block(path)}
 
 
-def _single(path: str) -> dict[str, Any]:
-    return {
-        f"{path}.norm.linear": "modulation",
-        f"{path}.attn": Divide("heads"),
-        f"{path}.attn.to_q": "colwise",
-        f"{path}.attn.to_k": "colwise",
-        f"{path}.attn.to_v": "colwise",
-        f"{path}.proj_mlp": "colwise",
-        # Its input is the attention's output and the MLP's, one after the other.
-        f"{path}.proj_out": PackedRowwiseParallel(
-            lambda linear: [linear.out_features, linear.in_features - linear.out_features]
-        ),
-    }
-
-
-def _refiner(path: str) -> dict[str, Any]:
+def _refiner(path: str) -> Plan:
     return {f"{path}.attn": Divide("heads"), **self_attention(f"{path}.attn"), **feed_forward(f"{path}.ff")}
 
 
 _VIDEO = {
     **_refiner("context_embedder.token_refiner.refiner_blocks.*"),
     **_double("transformer_blocks.*"),
-    **_single("single_transformer_blocks.*"),
+    "single_transformer_blocks.*.attn": Divide("heads"),
+    **single_block("single_transformer_blocks.*"),
 }
 
 PLANS = {

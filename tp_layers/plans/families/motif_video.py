@@ -13,8 +13,8 @@ k norms, which act within a head.
 from collections.abc import Mapping
 from typing import Any
 
-from ..shared import feed_forward, joint_attention, self_attention
-from ..styles import Divide, PackedRowwiseParallel
+from ..shared import double_block, self_attention, single_block
+from ..styles import Divide
 
 
 def _plan(model: Any) -> Mapping[str, Any]:
@@ -27,23 +27,11 @@ def _plan(model: Any) -> Mapping[str, Any]:
         )
     cross = {"transformer_blocks.*.cross_attn": Divide("heads"), **self_attention("transformer_blocks.*.cross_attn")}
     return {
-        "transformer_blocks.*.norm1.linear": "modulation",
-        "transformer_blocks.*.norm1_context.linear": "modulation",
-        "single_transformer_blocks.*.norm.linear": "modulation",
         "transformer_blocks.*.attn": Divide("heads"),
-        **joint_attention("transformer_blocks.*.attn"),
-        **{f"{key.removesuffix('?')}?": style for key, style in cross.items()},
-        **feed_forward("transformer_blocks.*.ff"),
-        **feed_forward("transformer_blocks.*.ff_context"),
         "single_transformer_blocks.*.attn": Divide("heads"),
-        "single_transformer_blocks.*.attn.to_q": "colwise",
-        "single_transformer_blocks.*.attn.to_k": "colwise",
-        "single_transformer_blocks.*.attn.to_v": "colwise",
-        "single_transformer_blocks.*.proj_mlp": "colwise",
-        # Its input is the attention's output and the MLP's, one after the other.
-        "single_transformer_blocks.*.proj_out": PackedRowwiseParallel(
-            lambda linear: [linear.out_features, linear.in_features - linear.out_features]
-        ),
+        **double_block("transformer_blocks.*"),
+        **single_block("single_transformer_blocks.*"),
+        **{f"{key.removesuffix('?')}?": style for key, style in cross.items()},
     }
 
 
