@@ -25,4 +25,4 @@ class EmbeddingRowwise(Style):
         return weight.shape[1] * weight.dtype.itemsize
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return VocabParallelEmbedding.from_embedding(plain_embedding(module), group=group, options=options)
+        return VocabParallelEmbedding(plain_embedding(module), self.specs(module)["weight"], group, options)

@@ -64,7 +64,10 @@ def _qwen3_vision(path: str) -> Plan:
     return plan
 
 
-PLANS: dict[str, Any] = {}
+# Qwen's text towers are classes of their own.
+PLANS: dict[str, Any] = dict.fromkeys(
+    ("Qwen2_5_VLTextModel", "Qwen3VLTextModel"), with_vocabulary(decoder_layers("layers"), "embed_tokens")
+)
 for _name, _vision in {
     "Mistral3": lambda path: _pixtral(f"{path}vision_tower.transformer.layers.*"),
     "Gemma3": lambda path: _siglip(f"{path}vision_tower.encoder.layers.*"),
