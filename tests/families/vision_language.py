@@ -3,6 +3,7 @@
 import torch
 
 from .decoders import decoder, gemma
+from .decoders import prompt as text
 from .family import Family, Values, noise
 
 IMAGE = 50
@@ -98,4 +99,7 @@ FAMILIES = [
     Family(f"{name}{kind}", config, inputs, cancelled=CANCELLED, config_class=config_class)
     for name, config_class, config, inputs in MODELS
     for kind in ("Model", "ForConditionalGeneration")
+]
+FAMILIES += [
+    Family(f"{name}TextModel", qwen_text, text, config_class=f"{name}TextConfig") for name in ("Qwen2_5_VL", "Qwen3VL")
 ]

@@ -23,5 +23,4 @@ class EmbeddingRowwise(Style):
         return target.weight.shape[1] * target.weight.dtype.itemsize
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        table = plain_embedding(module)
-        return VocabParallelEmbedding.from_embedding(table, group=group, granules=self.granules, options=options)
+        return VocabParallelEmbedding(plain_embedding(module), self.specs(module)["weight"], group, options)

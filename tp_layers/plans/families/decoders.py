@@ -10,7 +10,7 @@ Whole: the norms.
 
 from typing import Any
 
-from ..shared import Plan
+from ..shared import Plan, Published
 from ..styles import PackedColwiseParallel
 from ..text import decoder_layers, with_vocabulary
 
@@ -31,3 +31,19 @@ for _name in ("Llama", "Mistral", "Qwen3", "SmolLM3", "Gemma2"):
     PLANS[f"{_name}Model"] = PLANS["Gemma3TextModel"]
 for _name in ("Llama", "Mistral", "Qwen3", "SmolLM3", "Gemma2", "Gemma3"):
     PLANS[f"{_name}ForCausalLM"] = with_vocabulary(decoder_layers("model.layers"), "model.embed_tokens", head="lm_head")
+
+_QWEN3 = {"num_hidden_layers": 36, "num_key_value_heads": 8}
+PUBLISHED: Published = {
+    "Llama-3.1-8B": (
+        "LlamaForCausalLM",
+        {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+    ),
+    "Qwen3-4B": (
+        "Qwen3ForCausalLM",
+        {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    ),
+    "Qwen3-8B": ("Qwen3ForCausalLM", {**_QWEN3, "intermediate_size": 12288}),
+    "Gemma-2-2B": ("Gemma2Model", {}),
+    "SmolLM3-3B": ("SmolLM3ForCausalLM", {}),
+    "GLM-4-9B": ("GlmModel", {}),
+}

@@ -8,7 +8,7 @@ The embedding table is 18 % of UMT5-XXL. The model has it twice, as `shared` and
 Whole: the norms.
 """
 
-from ..shared import Plan
+from ..shared import Plan, Published
 from ..styles import Divide, ShardParameter
 from ..text import with_vocabulary
 
@@ -34,4 +34,10 @@ _TABLES = ("shared", "encoder.embed_tokens")
 PLANS = {
     "T5EncoderModel": with_vocabulary(_encoder({}), *_TABLES),
     "UMT5EncoderModel": with_vocabulary(_encoder({"": Divide("n_heads")}), *_TABLES),
+}
+
+_XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+PUBLISHED: Published = {
+    "T5-XXL v1.1": ("T5EncoderModel", _XXL),
+    "UMT5-XXL": ("UMT5EncoderModel", {**_XXL, "vocab_size": 256384}),
 }

@@ -8,7 +8,7 @@ Whole: the norms, the patch projections, and the projectors of Mistral 3 and Gem
 
 from typing import Any
 
-from ..shared import Plan
+from ..shared import Plan, Published
 from ..styles import Divide, PackedColwiseParallel
 from ..text import decoder_layers, with_vocabulary
 
@@ -64,7 +64,10 @@ def _qwen3_vision(path: str) -> Plan:
     return plan
 
 
-PLANS: dict[str, Any] = {}
+# Qwen's text towers are classes of their own.
+PLANS: dict[str, Any] = dict.fromkeys(
+    ("Qwen2_5_VLTextModel", "Qwen3VLTextModel"), with_vocabulary(decoder_layers("layers"), "embed_tokens")
+)
 for _name, _vision in {
     "Mistral3": lambda path: _pixtral(f"{path}vision_tower.transformer.layers.*"),
     "Gemma3": lambda path: _siglip(f"{path}vision_tower.encoder.layers.*"),
@@ -75,3 +78,61 @@ for _name, _vision in {
         _text = f"{_path}language_model"
         _plan = {**decoder_layers(f"{_text}.layers"), **_vision(_path)}
         PLANS[f"{_name}{_class}"] = with_vocabulary(_plan, f"{_text}.embed_tokens", head=_head)
+
+PUBLISHED: Published = {
+    "Mistral-Small-3.1-24B": ("Mistral3Model", {}),
+    "Gemma-3-12B": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 3840,
+                "intermediate_size": 15360,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+            },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+        },
+    ),
+    "Qwen2.5-VL-7B": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+            },
+            "vision_config": {"hidden_size": 1280},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen3-VL-4B": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 9728,
+                "num_hidden_layers": 36,
+                "num_key_value_heads": 8,
+            },
+            "vision_config": {
+                "deepstack_visual_indexes": [5, 11, 17],
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "out_hidden_size": 2560,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+}
