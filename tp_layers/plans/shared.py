@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from torch import nn
+
+from .styles import PackedColwiseParallel
+
 Plan = dict[str, Any]
 # Of a family's file: name of a published model -> its class, and the config's entries that differ from the defaults.
 Published = dict[str, tuple[str, dict[str, Any]]]
@@ -31,3 +35,10 @@ def joint_attention(path: str) -> Plan:
 def feed_forward(path: str, first: Any = "colwise") -> Plan:
     """diffusers' `FeedForward`; a gated one has its two halves in one Linear, so `first` is packed there."""
     return {f"{path}.net.0.proj": first, f"{path}.net.2": "rowwise"}
+
+
+def feed_forward_of(model: nn.Module, path: str) -> Plan:
+    """`feed_forward`, whose first layer has two halves if the activation in the model's config is a gated one."""
+    config: Any = model.config
+    gated = config.activation_fn in ("geglu", "swiglu")
+    return feed_forward(path, PackedColwiseParallel([1, 1]) if gated else "colwise")
