@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from .styles import PackedColwiseParallel, PackedRowwiseParallel
 
 Plan = dict[str, Any]
@@ -46,6 +48,13 @@ def joint_attention(path: str) -> Plan:
 def feed_forward(path: str, first: Any = "colwise") -> Plan:
     """diffusers' `FeedForward`; a gated one has its two halves in one Linear, so `first` is packed there."""
     return {f"{path}.net.0.proj": first, f"{path}.net.2": "rowwise"}
+
+
+def feed_forward_of(model: nn.Module, path: str) -> Plan:
+    """`feed_forward`, whose first layer has two halves if the activation in the model's config is a gated one."""
+    config: Any = model.config
+    gated = config.activation_fn in ("geglu", "swiglu")
+    return feed_forward(path, PackedColwiseParallel([1, 1]) if gated else "colwise")
 
 
 def double_block(path: str, first: Any = "colwise") -> Plan:

@@ -6,6 +6,8 @@ which stays whole; of that one, each rank's gradient is of its own heads only.
 Whole: the timestep projection (1.1 %), as a rank needs all of it; the patch and text embedders (under 1 %).
 """
 
+from typing import Any
+
 from torch import nn
 
 from ..shared import Plan, Published
@@ -15,8 +17,9 @@ from ..wan_blocks import wan_block
 
 def helios(model: nn.Module) -> Plan:
     """The plan, by what the keys' scale is in the config of `model`."""
+    config: Any = model.config
     plan = {"condition_embedder.time_proj": "modulation", **wan_block("blocks.*")}
-    if model.config.is_amplify_history and model.config.history_scale_mode == "per_head":  # type: ignore[union-attr]
+    if config.is_amplify_history and config.history_scale_mode == "per_head":
         plan["blocks.*.attn1.history_key_scale"] = ShardParameter(0)
     return plan
 

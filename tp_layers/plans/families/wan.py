@@ -1,7 +1,8 @@
 """Wan 2.1 and 2.2 (text, image and video to video), VACE, Animate, Animate 2, and ChronoEdit.
 
 Their q and k norms run over all heads at once, so they are normalised across ranks. The rotary tables are the same for
-all heads. VACE's `proj_in` and `proj_out` (1.4 %) are sharded and gathered: what reads them adds them to whole states.
+all heads. VACE's `proj_in` and `proj_out` (1.4 % of its 14B model) are sharded and gathered: they are added to whole
+states.
 
 Whole: the timestep projection (1.1 % of the 14B models), as a rank needs all of it; the embedders (under 1 %); and the
 encoders of motion and face of Animate (under 1 %).
