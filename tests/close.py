@@ -24,6 +24,12 @@ def exactly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
+def compare(results: list[tuple[list[torch.Tensor], int]], wanted: list[torch.Tensor]) -> float:
+    """The largest error of rank 0's outputs; by the digests beside them, the ranks must have the same bits."""
+    assert len({bits for _, bits in results}) == 1
+    return max(relative_error(got, full) for got, full in zip(results[0][0], wanted, strict=True))
+
+
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Draws every parameter, norms and biases too; weights by 1 / sqrt(fan in), so that activations stay near 1."""
     generator = torch.Generator().manual_seed(seed)

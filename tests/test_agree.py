@@ -138,6 +138,7 @@ ALONE = {
     "an unknown argument": {"variat": "fp16"},
     "a mapping onto another device": {"mmap": True, "device": "meta"},
     "another dtype of the sums": {"reduce_dtype": torch.float32},
+    "unequal parts": {"uneven": True},
 }
 
 
@@ -148,7 +149,7 @@ def test_an_argument_of_one_rank_is_told_to_all_before_anything_is_read(ranks, t
     assert "rank 1 of 2 failed: " in said[0] or DIFFERS in said[0]
 
 
-@pytest.mark.parametrize("given", ["a backend there is none of", "another dtype of the sums"])
+@pytest.mark.parametrize("given", ["a backend there is none of", "another dtype of the sums", "unequal parts"])
 def test_an_option_of_one_rank_is_told_to_all_before_anything_is_sharded(ranks, tmp_path, given):
     said = ranks(2, alone, tmp_path, ALONE[given], "apply")
     assert "rank 1 of 2 failed: " in said[0] or DIFFERS in said[0]

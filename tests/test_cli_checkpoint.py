@@ -83,6 +83,23 @@ def test_a_snapshot_is_written_and_made_whole_again(flux, tmp_path, capsys):
     assert "max_shard_size is for ordinary checkpoints" in capsys.readouterr().err and not shards.exists()
 
 
+def test_unequal_parts_are_asked_for(tmp_path, capsys):
+    FAMILIES["Flux2Transformer2DModel"].build(3).save_pretrained(tmp_path / "full")
+    where, plain = ["--size", "2"], ["describe", str(tmp_path / "full")]
+    for command in (plain, ["load", str(tmp_path / "full")], ["save", str(tmp_path / "full"), str(tmp_path / "no")]):
+        assert main([*command, *where]) == 2
+        assert "sizes that work for this plan: 1, 3; uneven=True lets 2 ranks hold unequal" in capsys.readouterr().err
+    assert main([*plain, *where, "--uneven"]) == 0
+    assert "over 2 ranks (sizes that work: 1, 2, 3)" in (said := capsys.readouterr().out) and "largest rank " in said
+    assert main(["load", str(tmp_path / "full"), *where, "--uneven"]) == 0
+    held = [float(row.split()[1]) for row in capsys.readouterr().out.splitlines()[1:]]
+    assert held[0] > held[1] > 0
+    to = tmp_path / "shards", tmp_path / "again"
+    assert main(["save", str(tmp_path / "full"), *where, "--uneven", "--sharded", str(to[0])]) == 0
+    assert main(["save", str(to[0]), "--size", "1", str(to[1])]) == 0
+    assert identical(state_of(to[1]), state_of(tmp_path / "full"))
+
+
 @pytest.mark.parametrize("plan", ["", "own.py:PLAN"], ids=["its own plan", "the caller's plan"])
 def test_a_text_encoder_is_loaded_and_saved(t5, tmp_path, plan):
     options = ["--size", "2", *(["--plan", str(t5 / plan)] if plan else [])]

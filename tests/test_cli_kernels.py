@@ -53,6 +53,7 @@ IGNORED = {
     "a size": ["--kernels", "--size", "2"],
     "a dtype": ["--kernels", "--dtype", "bfloat16"],
     "a plan": ["--kernels", "--plan", "own.py:PLAN"],
+    "unequal parts": ["--kernels", "--uneven"],
     "a folder in a folder": ["--kernels", "--subfolder", "transformer"],
     "an architecture without kernels": ["FluxTransformer2DModel", "--size", "2", "--architecture", "sm_90"],
     "a variant of a class": ["FluxTransformer2DModel", "--size", "2", "--variant", "fp16"],

@@ -137,9 +137,27 @@ BROKEN = {
         both(lambda rank: about(rank, specs=cut(blocks=[5, 3]))),
         (FIRST, "cannot hold a shard of 'up.weight'", "a block of 5 along dim 0 is not divisible by 2 ranks"),
     ),
+    "granules that are no list": (
+        both(lambda rank: about(rank, specs=cut(granules=2))), (FIRST, "'up.weight' in granules 2, which is no cut"),
+    ),
+    "granules of nothing": (
+        both(lambda rank: about(rank, specs=cut(granules=[0]))), (FIRST, "in granules [0], which is no cut"),
+    ),
+    "granules of too few blocks": (
+        both(lambda rank: about(rank, specs=cut(blocks=[4, 4], granules=[4]))),
+        (FIRST, "in granules [4], which is no cut: the blocks [4, 4] do not consist of [4] equal pieces"),
+    ),
+    "granules that the block is not made of": (
+        both(lambda rank: about(rank, specs=cut(granules=[3]))),
+        (FIRST, "in granules [3], which is no cut: the blocks [8] do not consist of [3] equal pieces"),
+    ),
+    "granules of another cut": (
+        both(lambda rank: about(rank, specs=cut(granules=[1]))), (FIRST, "'up.weight' as (4, 6)", "of 2 by", "(8, 6)"),
+    ),
+    "granules in one file only": (about(1, specs=cut(granules=[4])), (SECOND, "cuts 'up.weight' by", "granules=(4,)")),
     "a cut of a larger tensor": (
         both(lambda rank: about(rank, specs=cut(blocks=[16]))),
-        (FIRST, "'up.weight' as (4, 6)", "of 2 is (8, 6)"),
+        (FIRST, "'up.weight' as (4, 6)", "of 2 by", "is (8, 6)"),
     ),
     "specs that disagree": (about(1, specs=cut(blocks=[4, 4])), (SECOND, "cuts 'up.weight' by", "(4, 4)", FIRST)),
     "a spec in one file only": (

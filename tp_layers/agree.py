@@ -91,10 +91,14 @@ def agreed(
 
 
 def fingerprint(model: nn.Module, resolved: Resolved, others: Sequence[str] = ()) -> str:
-    """A digest of the model's class, its parameters' names, shapes and dtypes, the resolved plan, and `others`."""
+    """A digest of the model's class, its parameters' names, full shapes and dtypes, the resolved plan, and `others`."""
     parts = [type(model).__name__, str(resolved.size), f"uneven {resolved.uneven}", str(resolved.specs), *others]
     parts += [f"{path}: {label(style)}" for path, style in resolved.styles.items()]
-    parts += [f"{name}: {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
+    for name, value in model.named_parameters():
+        spec = resolved.specs.get(name)
+        # Of a sharded model the ranks may hold unequal parts.
+        shape = tuple(value.shape) if spec is None else spec.full_shape(value.shape)
+        parts.append(f"{name}: {shape} {value.dtype}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

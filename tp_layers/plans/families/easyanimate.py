@@ -11,8 +11,8 @@ Whole: the embedders and the final projection (under 1 %), and the q and k norms
 from collections.abc import Mapping
 from typing import Any
 
-from ..shared import Published, feed_forward, joint_attention
-from ..styles import Divide, PackedColwiseParallel
+from ..shared import Published, feed_forward_of, joint_attention
+from ..styles import Divide
 
 
 def _plan(model: Any) -> Mapping[str, Any]:
@@ -24,15 +24,13 @@ def _plan(model: Any) -> Mapping[str, Any]:
             f"each rank has only its own heads; pass a plan that gathers there ('colwise_gather' for attn1.to_q, to_k "
             f"and to_v, and 'rowwise_split_input' for attn1.to_out.0)"
         )
-    gated = model.config.activation_fn in ("geglu", "swiglu")
-    first = PackedColwiseParallel([1, 1]) if gated else "colwise"
     return {
         "transformer_blocks.*.norm1.linear": "modulation",
         "transformer_blocks.*.norm2.linear": "modulation",
         "transformer_blocks.*.attn1": Divide("heads"),
         **joint_attention("transformer_blocks.*.attn1"),
-        **feed_forward("transformer_blocks.*.ff", first),
-        **feed_forward("transformer_blocks.*.txt_ff", first),
+        **feed_forward_of(model, "transformer_blocks.*.ff"),
+        **feed_forward_of(model, "transformer_blocks.*.txt_ff"),
     }
 
 

@@ -10,12 +10,11 @@ projection (under 1 %); the q and k norms, which act within a head.
 from collections.abc import Mapping
 from typing import Any
 
-from ..shared import Published, feed_forward, self_attention
-from ..styles import Divide, PackedColwiseParallel
+from ..shared import Published, feed_forward_of, self_attention
+from ..styles import Divide
 
 
 def _plan(model: Any) -> Mapping[str, Any]:
-    gated = model.config.activation_fn in ("geglu", "swiglu")
     return {
         "text_embedder.linear_1": "colwise",
         "text_embedder.linear_2": "rowwise",
@@ -28,7 +27,7 @@ def _plan(model: Any) -> Mapping[str, Any]:
         **self_attention("blocks.*.attn1"),
         "blocks.*.attn2": Divide("heads"),
         **self_attention("blocks.*.attn2"),
-        **feed_forward("blocks.*.ff", PackedColwiseParallel([1, 1]) if gated else "colwise"),
+        **feed_forward_of(model, "blocks.*.ff"),
     }
 
 

@@ -8,7 +8,7 @@ Whole: the timestep projection (1.1 % of the 14B models), as a rank needs all of
 encoders of motion and face of Animate (under 1 %).
 """
 
-from ..shared import Plan, Published
+from ..shared import Plan, Published, projections
 from ..styles import Divide
 from ..wan_blocks import attention, image_keys, wan_block
 
@@ -32,9 +32,7 @@ PLANS = {
         **_WAN,
         # Its q and k norms act within a head.
         "face_adapter.*": Divide("heads"),
-        "face_adapter.*.to_q": "colwise",
-        "face_adapter.*.to_k": "colwise",
-        "face_adapter.*.to_v": "colwise",
+        **projections("face_adapter.*"),
         "face_adapter.*.to_out": "rowwise",
     },
     # A cache of keys and values holds what each rank made: its own heads.
