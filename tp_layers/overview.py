@@ -17,9 +17,10 @@ HEADER = """# Models
 
 What the registered plans do to published models, from their configs alone: `tp-layers describe --all` prints this
 page, and `tp-layers describe NAME --size N` says more of one. Weights are in bfloat16, those that a class keeps in
-float32 in float32; GB = 10^9 bytes on each rank. A size that is left out (-) does not divide the model's heads or
-blocks. Collectives are those of one forward call, with their bytes for each row of their input in all: a token, and for
-a modulation (all-gathered) an image.
+float32 in float32; GB = 10^9 bytes on each rank. An asterisk marks a size that does not divide the model's heads or
+blocks: it takes `uneven=True`, and the figure is that of the largest rank; where there is none (-), that does not help
+either. Collectives are those of one forward call, with their bytes for each row of their input in all: a token, or, for
+most modulations (all-gathered), an image.
 
 | model | class | parameters | sharded | GB on one | {sizes} | collectives |
 | --- | --- | --- | --- | --- | {rules} | --- |
@@ -57,18 +58,20 @@ def row(name: str) -> str:
     """The line of the table for the model published as `name`."""
     model = published(name)
     plan = plan_for(model)
-    one = describe(model, plan, size=1)
-    reports = {size: describe(model, plan, size=size) for size in SIZES if size in one.sizes}
-    return "| " + " | ".join([name, one.model, *_cells(model, one, reports)]) + " |"
+    one = describe(model, plan, size=1, uneven=True)
+    reports = {size: describe(model, plan, size=size, uneven=True) for size in SIZES if size in one.sizes}
+    even = describe(model, plan, size=1).sizes
+    marks = {size: "" if size in even else "*" for size in SIZES}
+    return "| " + " | ".join([name, one.model, *_cells(model, one, reports, marks)]) + " |"
 
 
-def _cells(model: nn.Module, one: Report, reports: dict[int, Report]) -> list[str]:
+def _cells(model: nn.Module, one: Report, reports: dict[int, Report], marks: dict[int, str]) -> list[str]:
     count = sum(parameter.numel() for parameter in model.parameters())
     first = next(iter(reports.values()), one)
     return [
         f"{count / 1e9:.2f} B",
         f"{1 - first.whole_bytes / first.full_bytes:.0%}",
         f"{one.held_bytes / 1e9:.2f}",
-        *(f"{reports[size].held_bytes / 1e9:.2f}" if size in reports else "-" for size in SIZES),
+        *(f"{reports[size].held_bytes / 1e9:.2f}{marks[size]}" if size in reports else "-" for size in SIZES),
         ", ".join(f"{it.count} {it.kind} ({it.bytes_per_row:,} B a row)" for it in first.collectives),
     ]
