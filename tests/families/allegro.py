@@ -6,9 +6,11 @@ from .family import Family, Values, noise
 
 
 def allegro(heads: int) -> Values:
+    # No biases in attention: with nothing between k and the softmax, the output would not depend on those of k.
     return dict(
         num_attention_heads=heads, attention_head_dim=12, in_channels=3, out_channels=3, num_layers=2,
         cross_attention_dim=heads * 12, caption_channels=20, sample_height=4, sample_width=6, sample_frames=2,
+        attention_bias=False,
     )  # fmt: skip
 
 

@@ -6,10 +6,11 @@ from .family import Family, Values, noise
 
 
 def gated(heads: int) -> Values:
+    # No biases in attention: with nothing between k and the softmax, the output would not depend on those of k.
     return dict(
         num_attention_heads=heads, attention_head_dim=12, in_channels=3, out_channels=5, num_layers=2, sample_size=4,
         patch_size=2, cross_attention_dim=heads * 12, caption_channels=20, norm_type="ada_norm_single",
-        norm_elementwise_affine=False, attention_bias=True, video_length=3,
+        norm_elementwise_affine=False, attention_bias=False, video_length=3,
     )  # fmt: skip
 
 
