@@ -3,6 +3,7 @@
 from typing import Any
 
 from .around_styles import Divide, HeadParameters, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .conv_styles import Depthwise, PackedDepthwise
 from .linear_styles import (
     Colwise,
     ColwiseGather,
@@ -18,6 +19,7 @@ __all__ = [
     "STYLES",
     "Divide",
     "PackedColwiseParallel",
+    "PackedDepthwise",
     "PackedRowwiseParallel",
     "Replicate",
     "ShardParameter",
@@ -34,6 +36,7 @@ STYLES: dict[str, Style] = {
     "rowwise_partial": RowwisePartial(),
     "all_reduce_output": AllReduceOutput(),
     "colwise_gather": ColwiseGather(),
+    "depthwise": Depthwise(),
     "rms_norm": RMSNorm(),
     "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),
@@ -62,5 +65,5 @@ def style_of(value: Any) -> Style:
         return marker(value.blocks)
     raise ValueError(
         f"unknown style {value!r}; the styles are {', '.join(map(repr, STYLES))}, PackedColwiseParallel(blocks), "
-        f"PackedRowwiseParallel(blocks), Divide(names), SliceOutput(dim), ShardParameter(dim)"
+        f"PackedRowwiseParallel(blocks), PackedDepthwise(blocks), Divide(names), SliceOutput(dim), ShardParameter(dim)"
     )
