@@ -75,7 +75,10 @@ def test_the_output_depends_on_every_sharded_parameter(label):
             parameters[key].copy_(kept.roll(1, spec.dim))
             moved = relative_error(torch.cat([tensor.flatten() for tensor in run(model, inputs)]), wanted)
             parameters[key].copy_(kept)
-        assert moved == 0 if re.search(family.dead, key) else moved > 1e-5, key
+        if re.search(family.dead, key):
+            assert moved == 0, key
+        else:
+            assert moved <= FLOAT32 if re.search(family.cancelled, key) else moved > 1e-5, key
 
 
 def caught(ranks, label: str, kind: str) -> bool:

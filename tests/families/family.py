@@ -32,7 +32,8 @@ class Family:
 
     `config` maps a number of heads to the class's arguments; `inputs` returns the arguments of `forward`. `variant`
     tells several configs of one class apart. `dead`: parameters that nothing reads in the unsharded model either (the
-    text stream ends in the last block). `thorough`: goes through every test there is, not only those of all classes.
+    text stream ends in the last block). `cancelled`: those that cancel out, as a bias of all keys does in the softmax.
+    `thorough`: goes through every test there is, not only those of all classes.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Family:
     inputs: Callable[[], Values]
     variant: str = ""
     dead: str = "(?!)"
+    cancelled: str = "(?!)"
     thorough: bool = False
 
     @property
