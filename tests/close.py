@@ -37,7 +37,10 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.dim() >= 2:
-                noise = noise / parameter.shape[-1] ** 0.5
+                # A convolution's filter is of several dims.
+                noise = (
+                    noise / parameter[0].numel() ** 0.5 if parameter.dim() > 3 else noise / parameter.shape[-1] ** 0.5
+                )
             elif name.endswith("weight"):
                 noise = 1 + 0.3 * noise
             else:

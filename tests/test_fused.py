@@ -38,14 +38,15 @@ def fused(family: Family) -> nn.Module:
 def fusible() -> dict[str, tuple[nn.Module, list[str]]]:
     """Models whose class fuses something, on meta and fused, and the parameters it added.
 
-    Other classes have no such method, or it fails, as it finds no `to_q`, or it changes nothing.
+    Other classes have no such method, or it fails, as it finds no `to_q` or queries and keys of other inputs, or it
+    changes nothing.
     """
     found = {}
     for label, family in REGISTERED.items():
         with torch.device("meta"):
             model: Any = family.make()
             before = dict(model.named_parameters())
-            with contextlib.suppress(AttributeError):
+            with contextlib.suppress(AttributeError, RuntimeError):
                 model.fuse_qkv_projections()
         added = [name for name, _ in model.named_parameters() if name not in before]
         found |= {label: (model, added)} if added else {}

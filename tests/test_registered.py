@@ -114,13 +114,16 @@ def caught(ranks, label: str, kind: str) -> bool:
 
 
 def forgettable() -> list[tuple[str, str]]:
-    """Pairs of a class and a kind of style that its plan has."""
+    """Pairs of a class and a kind of style that its plan has, for something that this config has."""
     found = []
     for label, family in REGISTERED.items():
         plan = PLANS[family.name]
         with torch.device("meta"):
-            plan = plan if isinstance(plan, dict) else plan(family.make())
-        found += [(label, kind) for kind, style in KINDS.items() if style in map(kind_of, plan.values())]
+            model = family.make()
+        plan = plan if isinstance(plan, dict) else plan(model)
+        for kind, style in KINDS.items():
+            keys = [key for key, value in plan.items() if kind_of(value) == style]
+            found += [(label, kind)] if keys and match(model, dict.fromkeys(keys, "replicate")) else []
     return found
 
 

@@ -2,21 +2,33 @@
 
 from .apply import apply
 from .describe import describe
+from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv
 from .layers.linear import ColwiseLinear, RowwiseLinear
 from .layers.norm import AcrossRMSNorm
 from .loader.load import load
 from .loader.reload import reload
 from .loader.save import save
 from .plans.registry import plan_for, register
-from .plans.styles import Divide, PackedColwiseParallel, PackedRowwiseParallel, ShardParameter, SliceOutput
+from .plans.styles import (
+    Divide,
+    PackedColwiseParallel,
+    PackedDepthwise,
+    PackedRowwiseParallel,
+    ShardParameter,
+    SliceOutput,
+)
 from .verify import verify
 
 __all__ = [
     "AcrossRMSNorm",
+    "ColwiseConv",
     "ColwiseLinear",
+    "DepthwiseConv",
     "Divide",
     "PackedColwiseParallel",
+    "PackedDepthwise",
     "PackedRowwiseParallel",
+    "RowwiseConv",
     "RowwiseLinear",
     "ShardParameter",
     "SliceOutput",

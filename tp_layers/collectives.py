@@ -6,6 +6,7 @@
     replicate    identity     sum                a whole tensor that each rank uses for its own part (a colwise input)
     all_gather   merge        own shard          shards whose consumer is whole
     split        own shard    merge              a whole tensor of which each rank needs a shard
+    once         rank 0's     identity           a whole term of a sum over ranks, such as a bias
 
 Of shards of several lengths, an all-gather carries as many bytes as if all were as long as the longest.
 
@@ -96,6 +97,16 @@ class _Split(torch.autograd.Function):
         return _merge(grads[0], ctx.group, ctx.spec), None, None
 
 
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
 def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.Tensor:
     """Sums the ranks' `x` in place and returns it. `consumer` ("whole" or "split") chooses the dual, see above.
 
@@ -152,6 +163,11 @@ def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
     if spec.copies(group.size) > 1:
         raise ValueError(f"a dim of {spec.blocks} in {spec.granules} granules cannot be split over {group.size} ranks")
     return x if group.size == 1 else _Split.apply(x, group, spec)
+
+
+def once(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A whole `x` on the group's rank 0, zeros elsewhere, for a sum over ranks; all of them get its gradient."""
+    return x if group.size == 1 else _Once.apply(x, group)
 
 
 def sum_gradient(parameter: torch.nn.Parameter, group: Group, spec: ShardSpec | None = None) -> None:

@@ -1,4 +1,7 @@
-"""The styles of linear layers: colwise and rowwise, plain and packed."""
+"""The styles of linear layers, and of convolutions of one group: colwise and rowwise, plain and packed.
+
+A convolution's output channels are cut as a linear layer's rows are, its input channels as columns.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,17 +10,32 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..group import Group
+from ..layers.conv import ColwiseConv, Conv, RowwiseConv, plain_conv
 from ..layers.linear import ColwiseLinear, RowwiseLinear, plain_linear
 from ..layers.options import DEFAULT, Options
 from .spec import ShardSpec
 from .style import Specs, Style
 
-Blocks = Sequence[int] | Callable[[nn.Linear], Sequence[int]] | None
+Blocks = Sequence[int] | Callable[[Any], Sequence[int]] | None
+
+
+def colwise(module: nn.Module, **how: Any) -> nn.Module:
+    """The `ColwiseLinear` or `ColwiseConv` of a plain `module`."""
+    if isinstance(module, Conv):
+        return ColwiseConv.from_conv(module, **how)
+    return ColwiseLinear.from_linear(plain_linear(module), **how)
+
+
+def rowwise(module: nn.Module, **how: Any) -> nn.Module:
+    """The `RowwiseLinear` or `RowwiseConv` of a plain `module`."""
+    if isinstance(module, Conv):
+        return RowwiseConv.from_conv(module, **how)
+    return RowwiseLinear.from_linear(plain_linear(module), **how)
 
 
 @dataclass(frozen=True)
 class _Packed(Style):
-    """A linear layer cut by blocks: proportions or absolute sizes, a callable of the Linear, or left on the Linear."""
+    """A layer cut by blocks: proportions or absolute sizes, a callable of the layer, or left on the layer."""
 
     blocks: Blocks = None
     dim: ClassVar[int]
@@ -26,10 +44,20 @@ class _Packed(Style):
     def pinned(self, target: Any) -> Style:
         return replace(self, blocks=self.blocks_of(target)) if callable(self.blocks) else self
 
-    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
-        blocks = self.blocks(linear) if callable(self.blocks) else self.blocks
+    def plain(self, module: nn.Module) -> Any:
+        """`module`, if the style fits it."""
+        return plain_conv(module) if isinstance(module, Conv) else plain_linear(module)
+
+    def specs(self, module: nn.Module) -> Specs:
+        layer = self.plain(module)
+        spec = ShardSpec.of(self.dim, layer.weight.shape[self.dim], self.blocks_of(layer), self.granules)
+        # Rows have their bias.
+        return {"weight": spec, "bias": spec} if self.dim == 0 and layer.bias is not None else {"weight": spec}
+
+    def blocks_of(self, layer: Any) -> Sequence[int]:
+        blocks = self.blocks(layer) if callable(self.blocks) else self.blocks
         if blocks is None:
-            blocks = getattr(linear, self.attribute, None)
+            blocks = getattr(layer, self.attribute, None)
         if not blocks:
             raise ValueError(
                 f"{type(self).__name__} has no blocks: pass them, as in {type(self).__name__}([1, 1]), or set "
@@ -44,15 +72,8 @@ class PackedColwiseParallel(_Packed):
 
     input, output, dim, attribute = "whole", "split", 0, "_tp_packed_col_blocks"
 
-    def specs(self, module: nn.Module) -> Specs:
-        linear = plain_linear(module)
-        spec = ShardSpec.of(0, linear.weight.shape[0], self.blocks_of(linear), self.granules)
-        return {"weight": spec} if linear.bias is None else {"weight": spec, "bias": spec}
-
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = plain_linear(module)
-        blocks = self.blocks_of(linear)
-        return ColwiseLinear.from_linear(linear, group=group, blocks=blocks, granules=self.granules, options=options)
+        return colwise(module, group=group, granules=self.granules, blocks=self.blocks_of(module), options=options)
 
 
 @dataclass(frozen=True)
@@ -62,20 +83,14 @@ class PackedRowwiseParallel(_Packed):
     input, output, dim, attribute = "split", "whole", 1, "_tp_packed_row_blocks"
     collective: ClassVar[str | None] = "all-reduce"
 
-    def specs(self, module: nn.Module) -> Specs:
-        linear = plain_linear(module)
-        return {"weight": ShardSpec.of(1, linear.weight.shape[1], self.blocks_of(linear), self.granules)}
-
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = plain_linear(module)
-        blocks = self.blocks_of(linear)
-        return RowwiseLinear.from_linear(linear, group=group, blocks=blocks, granules=self.granules, options=options)
+        return rowwise(module, group=group, granules=self.granules, blocks=self.blocks_of(module), options=options)
 
 
 class Colwise(PackedColwiseParallel):
     """`"colwise"`: the packed style with a single block."""
 
-    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
+    def blocks_of(self, layer: Any) -> Sequence[int]:
         return [1]
 
 
@@ -85,14 +100,13 @@ class ColwiseGather(Colwise):
     output, collective = "whole", "all-gather"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = plain_linear(module)
-        return ColwiseLinear.from_linear(linear, group=group, granules=self.granules, gather=True, options=options)
+        return colwise(module, group=group, granules=self.granules, gather=True, options=options)
 
 
 class Rowwise(PackedRowwiseParallel):
     """`"rowwise"`: the packed style with a single block."""
 
-    def blocks_of(self, linear: nn.Linear) -> Sequence[int]:
+    def blocks_of(self, layer: Any) -> Sequence[int]:
         return [1]
 
 
@@ -102,5 +116,4 @@ class RowwiseSplitInput(Rowwise):
     input = "whole"
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = plain_linear(module)
-        return RowwiseLinear.from_linear(linear, group=group, granules=self.granules, split_input=True, options=options)
+        return rowwise(module, group=group, granules=self.granules, split_input=True, options=options)

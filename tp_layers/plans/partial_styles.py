@@ -20,9 +20,10 @@ from torch import nn
 
 from ..collectives import replicate, summed
 from ..group import Group
-from ..layers.linear import ColwiseLinear, RowwiseLinear, plain_linear
+from ..layers.conv import ColwiseConv
+from ..layers.linear import ColwiseLinear
 from ..layers.options import DEFAULT, Options
-from .linear_styles import Rowwise
+from .linear_styles import Rowwise, rowwise
 from .style import Style
 
 
@@ -32,8 +33,7 @@ class RowwisePartial(Rowwise):
     output, collective = "partial", None
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        linear = plain_linear(module)
-        return RowwiseLinear.from_linear(linear, group=group, granules=self.granules, reduce=False, options=options)
+        return rowwise(module, group=group, granules=self.granules, reduce=False, options=options)
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,5 @@ class AllReduceOutput(Style):
 
     def watch(self, module: nn.Module, group: Group) -> None:
         for layer in module.modules():
-            if isinstance(layer, ColwiseLinear):
+            if isinstance(layer, ColwiseLinear | ColwiseConv):
                 layer.sums_gradient = False

@@ -30,7 +30,8 @@ class Style:
 
     def payload(self, target: Any) -> int:
         """Bytes per row of the input that the collective of `target` (full or sharded) carries."""
-        return target.out_features * target.weight.dtype.itemsize
+        width = target.out_features if hasattr(target, "out_features") else target.out_channels
+        return width * target.weight.dtype.itemsize
 
     def specs(self, module: nn.Module) -> Specs:
         """The spec of every parameter of `module` that is sharded; a meta module is enough.

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .around_styles import Divide, HeadParameters, Regroup, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .conv_styles import Depthwise, PackedDepthwise
 from .embedding_styles import EmbeddingRowwise
 from .linear_styles import (
     Colwise,
@@ -19,6 +20,7 @@ __all__ = [
     "STYLES",
     "Divide",
     "PackedColwiseParallel",
+    "PackedDepthwise",
     "PackedRowwiseParallel",
     "Regroup",
     "Replicate",
@@ -37,6 +39,7 @@ STYLES: dict[str, Style] = {
     "all_reduce_output": AllReduceOutput(),
     "colwise_gather": ColwiseGather(),
     "embedding_rowwise": EmbeddingRowwise(),
+    "depthwise": Depthwise(),
     "rms_norm": RMSNorm(),
     "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),
@@ -65,5 +68,5 @@ def style_of(value: Any) -> Style:
         return marker(value.blocks)
     raise ValueError(
         f"unknown style {value!r}; the styles are {', '.join(map(repr, STYLES))}, PackedColwiseParallel(blocks), "
-        f"PackedRowwiseParallel(blocks), Divide(names), SliceOutput(dim), ShardParameter(dim)"
+        f"PackedRowwiseParallel(blocks), PackedDepthwise(blocks), Divide(names), SliceOutput(dim), ShardParameter(dim)"
     )

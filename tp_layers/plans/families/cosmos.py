@@ -3,9 +3,9 @@
 Where Cosmos attends to an image too, the width of a head there is that of the output divided by the number of heads:
 both are divided. The projection of the text of Predict2.5 (5 % of the 2B model) is sharded and gathered.
 
-Whole in Cosmos: the second layers of its AdaLN (3 % to 7 %), of 256 inputs. With a time for each frame they run on
-every token, and three times the width of the states would be gathered. Whole in Cosmos 3: the embedding of words (4 %
-of Nano, 8 % of Edge), for which there is no style. In both the q and k norms act within a head.
+The second layers of Cosmos' AdaLN, of 256 inputs, are 3 % to 7 % of it. With a time for each frame they run on every
+token, and where they are sharded three times the width of the states is gathered. In both the q and k norms act within
+a head.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def cosmos(model: nn.Module) -> Plan:
     """The plan, by whether the blocks of `model` attend to an image."""
     plan: Plan = {
         "crossattn_proj.0?": "colwise_gather",
-        **{f"transformer_blocks.*.norm{index}.linear_2": "replicate" for index in (1, 2, 3)},
+        **{f"transformer_blocks.*.norm{index}.linear_2": "modulation" for index in (1, 2, 3)},
         "transformer_blocks.*.attn1": Divide("heads"),
         "transformer_blocks.*.attn2": Divide("heads"),
         **self_attention("transformer_blocks.*.attn1"),
@@ -43,7 +43,7 @@ _PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"
 PLANS = {
     "CosmosTransformer3DModel": cosmos,
     "Cosmos3OmniTransformer": {
-        "embed_tokens": "replicate",
+        "embed_tokens": "embedding_rowwise",
         # The checkpoint has it; the class's forward, which returns no words, does not call it.
         "lm_head": "colwise_gather",
         "layers.*.self_attn": Divide("num_attention_heads", "num_key_value_heads"),

@@ -7,13 +7,13 @@ inner width before the heads are split, so each rank takes its own channels of i
 Whole: the timestep and caption embedders and the patch projections (1 %).
 """
 
-from typing import Any
+from torch import nn
 
-from ..shared import Published, feed_forward, self_attention
+from ..shared import Plan, Published, feed_forward_of, self_attention
 from ..styles import Divide, SliceOutput
 
 
-def _attention(path: str) -> dict[str, Any]:
+def _attention(path: str) -> Plan:
     return {
         path: Divide("heads"),
         **self_attention(path),
@@ -22,15 +22,17 @@ def _attention(path: str) -> dict[str, Any]:
     }
 
 
-PLANS = {
-    "LTXVideoTransformer3DModel": {
+def _plan(model: nn.Module) -> Plan:
+    return {
         "time_embed.linear": "modulation",
         **_attention("transformer_blocks.*.attn1"),
         **_attention("transformer_blocks.*.attn2"),
-        **feed_forward("transformer_blocks.*.ff"),
+        **feed_forward_of(model, "transformer_blocks.*.ff"),
         "rope": SliceOutput(-1),
     }
-}
+
+
+PLANS = {"LTXVideoTransformer3DModel": _plan}
 
 PUBLISHED: Published = {
     "LTX-Video-2B": ("LTXVideoTransformer3DModel", {}),
