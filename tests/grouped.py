@@ -28,7 +28,9 @@ class Attention(nn.Module):
         self.to_q, self.to_k = nn.Linear(WIDTH, heads * CHANNELS), nn.Linear(WIDTH, kv_heads * CHANNELS)
         self.to_v, self.to_out = nn.Linear(WIDTH, kv_heads * CHANNELS), nn.Linear(heads * CHANNELS, WIDTH)
         self.norm_q, self.norm_k = nn.RMSNorm(CHANNELS, eps=1e-6), nn.RMSNorm(kv_heads * CHANNELS, eps=1e-6)
-        self.shift, self.gate = nn.Parameter(torch.zeros(1, kv_heads * CHANNELS)), nn.Parameter(torch.ones(heads))
+        self.gate = nn.Parameter(torch.ones(heads))
+        # In a module that is never called.
+        self.more = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(1, kv_heads * CHANNELS))})
 
     def repeats(self):
         """How many query heads read a kv head."""
@@ -36,7 +38,7 @@ class Attention(nn.Module):
 
     def forward(self, x, table):
         q = self.norm_q((self.to_q(x) * table).unflatten(-1, (-1, CHANNELS)))
-        k, v = self.norm_k(self.to_k(x)), self.to_v(x) + self.shift
+        k, v = self.norm_k(self.to_k(x)), self.to_v(x) + self.more["shift"]
         k, v = (t.unflatten(-1, (-1, CHANNELS)).repeat_interleave(self.repeats(), -2) for t in (k, v))
         weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1) * self.gate[:, None, None]
         return self.to_out(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2))
@@ -91,7 +93,7 @@ def plan(kind, feed_forward=True):
         **{f"blocks.*.attn.to_{name}": "colwise" for name in "qkv"},
         "blocks.*.attn.to_out": "rowwise",
         "blocks.*.attn.norm_k": "rms_norm",
-        "blocks.*.attn.shift": ShardParameter(1),
+        "blocks.*.attn.more.shift": ShardParameter(1),
         "blocks.*.attn.gate": ShardParameter(0),
         "rope": SliceOutput(-1),
         **(mlp if feed_forward else {}),

@@ -35,11 +35,11 @@ def build(kind, heads, kv_heads):
     return randomise(Grouped(KINDS[kind], heads, kv_heads)).double()
 
 
-def backward(model):
+def backward(model, call=None):
     """The output, and the gradients after two calls."""
     for seed in (1, 2):
         x = noise(2, 5, 14, seed=seed, dtype=torch.float64)
-        y = model(x)
+        y = (model if call is None else call)(x)
         y.backward(noise(*y.shape, seed=seed + 2, dtype=torch.float64))
     return y.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -68,6 +68,23 @@ def test_output_and_every_gradient_are_those_of_one_device(ranks, kind, heads, k
         assert y == results[0][1] and count == 2 * (13 if uneven else 10) and len(found) == 2 * (1 + 2 * 16)
 
 
+def compiled(group):
+    """How far the first call of a compiled model, and the gradients after it, are from those of an eager one."""
+    found = []
+    for graph in (False, True):
+        model = build("told", 3, 1)
+        tp_layers.apply(model, plan(Told), group=group, uneven=True)
+        one = torch.compile(model, fullgraph=True, backend="aot_eager") if graph else model
+        found.append(backward(model, one))
+    (y, eager), (z, grads) = found
+    return [relative_error(z, y), *(relative_error(grads[name], eager[name]) for name in eager)]
+
+
+def test_compiled_it_is_one_graph_with_the_same_gradients(ranks):
+    for found in ranks(2, compiled):
+        assert max(found) <= LIMIT and len(found) == 33
+
+
 @cases
 @kinds
 def test_every_part_of_it_matters(kind, heads, kv_heads, size, uneven):
@@ -87,7 +104,7 @@ def test_what_each_rank_of_four_holds_of_two_kv_heads():
     resolved = resolve(build("told", 4, 2), plan(Told, feed_forward=False), 4)
     specs = {name.removeprefix("blocks.0.attn."): spec for name, spec in resolved.specs.items()}
     assert [specs["to_q.weight"].ranges(rank, 4)[0][:2] for rank in range(4)] == [(0, 5), (5, 10), (10, 15), (15, 20)]
-    for name in ("to_k.weight", "to_k.bias", "to_v.weight", "norm_k.weight", "shift"):
+    for name in ("to_k.weight", "to_k.bias", "to_v.weight", "norm_k.weight", "more.shift"):
         assert [specs[name].ranges(rank, 4)[0][:2] for rank in range(4)] == [(0, 5), (0, 5), (5, 10), (5, 10)], name
     assert specs["to_k.weight"].granules == (2,) and specs["to_q.weight"].granules is None
     assert resolved.sizes == [1, 2, 4] and not resolved.uneven

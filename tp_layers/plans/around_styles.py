@@ -42,16 +42,17 @@ class RMSNorm(Style):
 class Watcher:
     """Renews the sum of gradients before a call: a copied model has new parameters, without the hooks of the old.
 
-    Without `spec` it is that of all parameters of the module, which are whole; with one, that of the shard `name`.
+    Without an `owner` it is that of all parameters of the module, which are whole; with one, that of its shard `name`.
     """
 
     group: Group
+    owner: nn.Module | None = None
     name: str = ""
     spec: ShardSpec | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
-            for parameter in [getattr(module, self.name)] if self.name else module.parameters():
+            for parameter in [getattr(self.owner, self.name)] if self.owner is not None else module.parameters():
                 sum_gradient(parameter, self.group, self.spec)
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..collectives import sum_gradient
 from ..group import Group
 from ..layers.options import DEFAULT, Options
 from ..layers.sharded import ShardedLayer
@@ -47,11 +46,18 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
     for name, spec in specs.items():
         if spec.copies(group.size) > 1:
             path, _, own = name.rpartition(".")
-            model.get_submodule(path).register_forward_pre_hook(Watcher(group, own, spec))
+            owner = model.get_submodule(path)
+            _called(model, path).register_forward_pre_hook(Watcher(group, owner, own, spec))
     for names in together:
         tie(model, names)
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
+
+
+def _called(model: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, or the nearest above it that is called: a container has no forward of its own."""
+    module = model.get_submodule(path)
+    return _called(model, path.rpartition(".")[0]) if path and type(module).forward is nn.Module.forward else module
 
 
 def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:
@@ -59,7 +65,3 @@ def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:
     for path, style in resolved.styles.items():
         if not isinstance(style, ShardParameter):
             style.watch(model.get_submodule(path), group)
-    sharding = sharding_of(model)
-    for name, spec in sharding.resolved.specs.items() if sharding else ():
-        if spec.copies(group.size) > 1:
-            sum_gradient(model.get_parameter(name), group, spec)
