@@ -142,6 +142,14 @@ def test_into_how_many_pieces_a_length_is_cut(plan, granules):
     assert {name: specs[name].granules for name in granules} == granules
 
 
+@pytest.mark.parametrize(("width", "granules"), [(96, 6), (72, 9), (66, 6), (448, 7), (67, 67)])
+def test_an_mlp_is_cut_by_heads_where_the_parts_are_of_a_width_that_a_gemm_takes(width, granules):
+    # Multiples of eight, else of heads, else of any number: 96 = 6 x 16, 72 = 9 x 8, 66 = 6 x 11, 448 = 7 x 64.
+    model = Toy(6)
+    model.up, model.down = nn.Linear(8, width), nn.Linear(width, 8)
+    assert resolve(model, {**ATTENTION, **MLP}, 5, uneven=True).specs["up.weight"].granules == (granules,)
+
+
 UNKNOWN = {
     "a projection of attention without a factor of its heads": (
         {**ATTENTION, "attn.low": "colwise", "attn.back": "rowwise"},
@@ -198,24 +206,3 @@ def test_a_cut_style_is_still_what_a_plan_calls_it():
     styles = tp_layers.describe(model, {**ATTENTION, **MLP}, size=3, uneven=True).styles
     assert styles == {"attn.to_q": "colwise", "attn.to_out": "rowwise", "up": "colwise", "down": "rowwise"}
     assert all(item.style.granules is None for item in match(model, ATTENTION))
-
-
-def test_describe_reports_the_largest_rank():
-    model = on_meta("QwenImageTransformer2DModel", 6)
-    report = tp_layers.describe(model, size=4, uneven=True)
-    held = []
-    for rank in range(4):
-        sharded = tp_layers.apply(on_meta("QwenImageTransformer2DModel", 6), group=Group(rank, 4), uneven=True)
-        held.append(sum(tensor.numel() * tensor.dtype.itemsize for tensor in sharded.state_dict().values()))
-        assert tp_layers.describe(sharded) == report
-    assert report.held_bytes == held[0] == max(held) > min(held)
-    assert not report.is_even and "  largest rank     " in str(report) and "each rank holds" not in str(report)
-    assert tp_layers.describe(model, size=3, uneven=True).is_even
-
-
-def test_a_sharded_model_keeps_whether_it_is_uneven():
-    sharded = tp_layers.apply(Toy(), {**ATTENTION, **MLP}, group=Group(0, 3), uneven=True)
-    assert tp_layers.describe(sharded, uneven=True) == tp_layers.describe(sharded)
-    even = tp_layers.apply(Toy(), MLP, group=Group(0, 2))
-    with pytest.raises(ValueError, match=r"sharded over 2 ranks already: describe\(model\) says how"):
-        tp_layers.describe(even, uneven=True)

@@ -9,8 +9,9 @@ import torch
 
 import tp_layers
 from checkpoints import identical, state_of
-from close import FLOAT32, compare
+from close import FLOAT32, compare, relative_error
 from families import FAMILIES, digest, run
+from test_gradients import EXACT, backward
 from tp_layers.group import Group
 from tp_layers.loader.report import held_bytes
 from tp_layers.loader.snapshot import Sharded, read_snapshot
@@ -38,6 +39,25 @@ def applied(group: Group, name: str) -> tuple[list[torch.Tensor], int]:
 def test_unequal_parts_give_what_one_device_gives(ranks, name):
     wanted = run(FAMILIES[name].build(HEADS), FAMILIES[name].inputs())
     assert compare(ranks(SIZE, applied, name), wanted) <= FLOAT32
+
+
+def exact(name: str) -> torch.nn.Module:
+    return torch.nn.Module.to(FAMILIES[name].build(HEADS), EXACT)
+
+
+def gradients(group: Group, name: str) -> dict[str, torch.Tensor | None]:
+    model = tp_layers.apply(exact(name), plan_of(name), group=group, uneven=True)
+    return backward(model, FAMILIES[name].inputs())
+
+
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "LTXVideoTransformer3DModel"])
+def test_every_gradient_is_that_of_one_device(ranks, name):
+    wanted = backward(exact(name), FAMILIES[name].inputs())
+    specs = sharding_of(tp_layers.apply(exact(name), plan_of(name), group=Group(0, SIZE), uneven=True)).resolved.specs
+    for rank, got in enumerate(ranks(SIZE, gradients, name)):
+        for key, full in wanted.items():
+            share = specs[key].take(full, rank, SIZE) if key in specs else full
+            assert relative_error(got[key], share) <= 1e-12, key
 
 
 RIGHT = Scope.pieces

@@ -11,8 +11,9 @@ from .styles import Divide, SliceOutput
 # What a length is: a number of heads; or channels of a module that gives or takes a split tensor, of one that works on
 # a part of it (a norm, a parameter), or of one whose input and output are whole.
 COUNT, KV_COUNT, PROJECTION, BETWEEN, WHOLE = "heads", "kv heads", "projection", "between", "whole"
-# How many rows stay together where no heads say so: a GEMM over other widths than multiples of 16 bytes is slow.
-TOGETHER = (64, 8, 1)
+# How many rows stay together where no heads say so, and what a part should be a multiple of: 16 bytes of bfloat16. Over
+# other widths a GEMM is slow, and a grouped one refuses.
+TOGETHER, ALIGNED = (64, 8, 1), 8
 
 Lengths = tuple[tuple[str, int], ...]
 
@@ -51,7 +52,8 @@ class Scope:
             raise ValueError(f"{length} is not divisible by {size} ranks{unknown}")
         by_heads = [] if kind == WHOLE else [it.heads for it in self.attentions if length % it.heads == 0]
         by_rows = [length // rows for rows in TOGETHER if length % rows == 0]
-        return next(count for count in (*by_heads, *by_rows) if count >= size)
+        counts = [count for count in (*by_heads, *by_rows) if count >= size]
+        return next((count for count in counts if length // count % ALIGNED == 0), counts[0])
 
     def _owners(self, kind: str, length: int) -> Sequence[Attention] | frozenset[Attention]:
         if kind == WHOLE:

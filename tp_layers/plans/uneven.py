@@ -6,7 +6,8 @@ tensor and the one which takes it agree:
     in attention                    by its heads; keys and values by its kv heads
     beside it, as long as its heads together, or in one weight with that (an MLP in `[attention | MLP]`)
                                     by the heads too: code that splits by a ratio of the two finds it kept
-    elsewhere                       in equal parts where the size divides it, else by the heads beside it, else by rows
+    elsewhere                       in equal parts where the size divides it, else by the heads beside it or by rows, in
+                                    parts that a GEMM takes well
     from whole to whole             in equal parts, else by rows
 """
 
