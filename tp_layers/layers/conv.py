@@ -160,6 +160,7 @@ class RowwiseConv(ShardedConv):
         options: Options = DEFAULT,
     ) -> None:
         super().__init__(plain_conv(conv), spec, group, options)
+        spec.require_disjoint(group.size)
         self.register_parameter("bias", conv._parameters["bias"])
         self.split_input, self.reduce = split_input, reduce
         self.in_channels, self.out_channels = spec.length if split_input else self.local, conv.out_channels
@@ -179,7 +180,7 @@ class RowwiseConv(ShardedConv):
         """This rank's input channels of `conv`, and its whole bias; any kernel, one group.
 
         Raises:
-            ValueError: as `ColwiseConv.from_conv`.
+            ValueError: as `ColwiseConv.from_conv`, or a block has fewer `granules` than there are ranks.
         """
         conv = plain_conv(conv)
         return cls(
