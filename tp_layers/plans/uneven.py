@@ -18,6 +18,7 @@ from torch import nn
 from .attention import attentions
 from .match import Match
 from .scope import Lengths, Scope, lengths_of, scopes_of
+from .spec import ShardSpec
 from .styles import Divide, Regroup, Style
 
 
@@ -90,4 +91,7 @@ def _cut(item: Match, scope: Scope, lengths: Lengths, size: int, uneven: bool) -
     if all(count is None for count in pieces):
         return item
     # Beside others, an equal part is a piece.
-    return replace(item, style=item.style.in_granules([count or size for count in pieces], item.target))
+    granules = [count or size for count in pieces]
+    if item.takes or item.style.output == "partial":
+        ShardSpec(0, tuple(length for _, length in lengths), tuple(granules)).require_disjoint(size)
+    return replace(item, style=item.style.in_granules(granules, item.target))
