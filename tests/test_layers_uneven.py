@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from close import nearly
+from convs import CHANNELS, CONVS, inputs
 from linears import KINDS, linear_for
 from norms import NORMS, norm_for, whole
 from seeded import integers, noise
 from test_collectives import with_gradient
 from tp_layers.collectives import all_gather, split
 from tp_layers.group import Group
-from tp_layers.layers.conv import RowwiseConv
+from tp_layers.layers.conv import ColwiseConv, RowwiseConv
 from tp_layers.layers.embedding import VocabParallelEmbedding
 from tp_layers.layers.linear import ColwiseLinear, RowwiseLinear
 from tp_layers.layers.norm import AcrossRMSNorm
@@ -136,3 +137,21 @@ def test_a_norm_across_unequal_or_shared_parts_is_that_of_the_full_width(ranks, 
     # Each half of the channels is in the sum of squares twice.
     assert ranks(4, normed, name, [2]) == [(True, 114)] * 4
     assert ranks(3, normed, name, [1]) == [(True, 228)] * 3
+
+
+def in_memory(group, extents, order):
+    """The strides of outputs: of three channels given, then of three taken, two on one rank and one on the other."""
+    gives, takes = (CONVS[extents](*it, 3, padding=1) for it in ((CHANNELS, 3), (3, CHANNELS)))
+    x = inputs(extents, order).float()
+    gathered = ColwiseConv.from_conv(gives, group=group, granules=[3], gather=True)(x)
+    adds = RowwiseConv.from_conv(takes, group=group, granules=[3])
+    added = adds(adds.features.view(gives(x), group.rank, group.size))
+    return gathered.stride(), added.stride()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("extents", [1, 2, 3], ids=["1d", "2d", "3d"])
+def test_a_rank_of_one_channel_has_the_order_of_memory_of_the_others(ranks, extents, order):
+    gives, takes = (CONVS[extents](*it, 3, padding=1) for it in ((CHANNELS, 3), (3, CHANNELS)))
+    y = gives(inputs(extents, order).float())
+    assert ranks(2, in_memory, extents, order) == [(y.stride(), takes(y).stride())] * 2

@@ -90,11 +90,12 @@ class ShardedConv(ShardedLayer):
     def collected(self, y: torch.Tensor, collective: Callable[[torch.Tensor, ShardSpec], torch.Tensor]) -> torch.Tensor:
         """`collective` of `y` and of the cut of its channels, in one order of memory on all ranks: channels last.
 
-        By its strides alone, a rank of one channel could not tell which order its `y` has.
+        What it returns has the order of `y`, which on a rank of one channel is contiguous whatever its strides: the
+        channels' stride alone tells all ranks the same.
         """
-        contiguous = y.is_contiguous()
+        last = y.stride(self.dim) == 1
         y = collective(y.movedim(self.dim, -1).contiguous(), replace(self.spec, dim=-1)).movedim(-1, self.dim)
-        return y.contiguous() if contiguous else y
+        return y if last else y.contiguous()
 
     def extra_repr(self) -> str:
         """As torch's convolutions begin, with the place of the shard."""
