@@ -87,6 +87,10 @@ def _cut(item: Match, scope: Scope, lengths: Lengths, size: int, uneven: bool) -
     Raises:
         ValueError: there is none.
     """
+    counts = item.style.counts(item.target) if isinstance(item.target, nn.Module) else {}
+    for name, value in counts.items():
+        if value % size and value not in {length for _, length in lengths}:
+            raise ValueError(f"its {name} of {value} is not divisible by {size} ranks, nor does its style cut it")
     pieces = [scope.pieces(kind, length, size, uneven) for kind, length in lengths]
     if all(count is None for count in pieces):
         return item
