@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tp_layers
 from close import randomise, relative_error
-from grouped import Counted, Grouped, Told, plan
+from grouped import WIDTH, Counted, Grouped, Table, Told, plan
 from refused import refused
 from seeded import noise
+from tp_layers import Divide, ShardParameter, SliceOutput
 from tp_layers.group import Group
 from tp_layers.plans.resolve import resolve
 from tp_layers.plans.shard import sharding_of
@@ -183,3 +185,41 @@ def test_verify_compares_unequal_parts_and_names_what_is_wrong(ranks):
             assert found.ok and found.identical and found.error < 1e-6 and len(found.layers) > 20
     found = ranks(4, verified, "counted", 8, 2, True)[0]
     assert not found.ok and found.first_wrong.path.startswith("blocks.0.attn")
+
+
+class Mixed(nn.Module):
+    """Attention of eight query and two kv heads, and experts as wide as keys are."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope, self.attn, self.moe = Table(8), Counted(8, 2), nn.Module()
+        self.moe.up, self.moe.down = (nn.Parameter(torch.ones(3, *it)) for it in ((WIDTH, 10), (10, WIDTH)))
+
+
+MIXED = {
+    "attn": Divide("heads", "kv_heads"),
+    **{f"attn.to_{name}": "colwise" for name in "qkv"},
+    "attn.to_out": "rowwise",
+    "attn.norm_k": "rms_norm",
+    "attn.gate": ShardParameter(0),
+    "attn.more.shift": ShardParameter(1),
+    "rope": SliceOutput(-1),
+    "moe": "all_reduce_output",
+    "moe.up": ShardParameter(2),
+    "moe.down": ShardParameter(1, partial=True),
+}
+
+
+def test_experts_as_wide_as_shared_keys_are_not_shared():
+    resolved = resolve(Mixed(), MIXED, 4, uneven=True)
+    assert resolved.specs["attn.to_k.weight"].copies(4) == 2
+    for key in ("moe.up", "moe.down"):
+        assert [resolved.specs[key].extent(rank, 4) for rank in range(4)] == [3, 3, 2, 2]
+
+
+def test_what_shared_keys_would_enter_twice_is_refused():
+    model = Mixed()
+    model.attn.back = nn.Linear(10, WIDTH)
+    message = "key 'attn.back' at 'attn.back': [10] in [2] granules over 4 ranks: 2 of them would hold and sum"
+    with refused(model, message):
+        resolve(model, MIXED | {"attn.back": "rowwise"}, 4, uneven=True)

@@ -1,16 +1,21 @@
 """Layers and collectives whose ranks hold unequal numbers of whole granules, in small integers: every sum is exact."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from close import nearly
+from convs import CHANNELS, CONVS, inputs
 from linears import KINDS, linear_for
 from norms import NORMS, norm_for, whole
 from seeded import integers, noise
 from test_collectives import with_gradient
 from tp_layers.collectives import all_gather, split
 from tp_layers.group import Group
+from tp_layers.layers.conv import ColwiseConv, RowwiseConv
+from tp_layers.layers.embedding import VocabParallelEmbedding
 from tp_layers.layers.linear import ColwiseLinear, RowwiseLinear
 from tp_layers.layers.norm import AcrossRMSNorm
 from tp_layers.layers.options import Options
@@ -41,7 +46,7 @@ def used(group, kind):
     y = layer(leaf)
     y.backward(layer.features.take(grad, group.rank, group.size) if split_out else grad)
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return layer.local_features, plain, y.detach(), leaf.grad, grads
+    return layer.local, plain, y.detach(), leaf.grad, grads
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +89,7 @@ def gathered(group, blocks, granules, dim):
     result, shard_grad = with_gradient(lambda t: all_gather(t, group, spec), shard, grad)
     right = torch.equal(result, full) and torch.equal(shard_grad, spec.take(grad, group.rank, group.size))
     if spec.copies(group.size) > 1:
-        with pytest.raises(ValueError, match=r"a dim of \(12, 8\) in \(12, 2\) granules cannot be split over 4 ranks"):
+        with pytest.raises(ValueError, match=r"^\[12, 8\] in \[12, 2\] granules over 4 ranks: 2 of them would hold"):
             split(full, group, spec)
         return right
     part, full_grad = with_gradient(lambda t: split(t, group, spec), full, spec.take(grad, group.rank, group.size))
@@ -98,11 +103,22 @@ def test_all_gather_and_split_are_each_other_s_duals(ranks, blocks, granules, di
         assert ranks(size, gathered, blocks, granules, dim) == [True] * size
 
 
-def test_a_rowwise_layer_does_not_sum_columns_that_several_ranks_hold():
-    linear = nn.Linear(12, 4)
-    RowwiseLinear.from_linear(linear, group=Group(0, 2), granules=[2])
-    with pytest.raises(ValueError, match=r"\(12,\) columns in \(2,\) granules would be summed more than once"):
-        RowwiseLinear.from_linear(linear, group=Group(0, 4), granules=[2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(RowwiseLinear.from_linear, nn.Linear(12, 4)),
+        partial(RowwiseConv.from_conv, nn.Conv1d(12, 4, 1)),
+        partial(VocabParallelEmbedding.from_embedding, nn.Embedding(12, 4)),
+    ],
+    ids=["linear", "conv", "embedding"],
+)
+def test_no_layer_sums_what_several_ranks_hold(make):
+    make(group=Group(0, 2), granules=[2])
+    with pytest.raises(ValueError, match=r"^\[12\] in \[2\] granules over 4 ranks: 2 of them would hold and sum"):
+        make(group=Group(0, 4), granules=[2])
+
+
+def test_a_colwise_layer_may_hold_what_others_hold():
     assert ColwiseLinear.from_linear(nn.Linear(4, 12), group=Group(3, 4), granules=[2]).out_features == 6
 
 
@@ -121,3 +137,21 @@ def test_a_norm_across_unequal_or_shared_parts_is_that_of_the_full_width(ranks, 
     # Each half of the channels is in the sum of squares twice.
     assert ranks(4, normed, name, [2]) == [(True, 114)] * 4
     assert ranks(3, normed, name, [1]) == [(True, 228)] * 3
+
+
+def in_memory(group, extents, order):
+    """The strides of outputs: of three channels given, then of three taken, two on one rank and one on the other."""
+    gives, takes = (CONVS[extents](*it, 3, padding=1) for it in ((CHANNELS, 3), (3, CHANNELS)))
+    x = inputs(extents, order).float()
+    gathered = ColwiseConv.from_conv(gives, group=group, granules=[3], gather=True)(x)
+    adds = RowwiseConv.from_conv(takes, group=group, granules=[3])
+    added = adds(adds.features.view(gives(x), group.rank, group.size))
+    return gathered.stride(), added.stride()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("extents", [1, 2, 3], ids=["1d", "2d", "3d"])
+def test_a_rank_of_one_channel_has_the_order_of_memory_of_the_others(ranks, extents, order):
+    gives, takes = (CONVS[extents](*it, 3, padding=1) for it in ((CHANNELS, 3), (3, CHANNELS)))
+    y = gives(inputs(extents, order).float())
+    assert ranks(2, in_memory, extents, order) == [(y.stride(), takes(y).stride())] * 2

@@ -58,6 +58,11 @@ WRONG = {
         2,
         ["'blocks.*.down' and 'blocks.*.down.bias' both shard 'blocks.0.down.bias'"],
     ),
+    "summed_gradients_of_a_module_with_shards": (
+        plus("blocks.*", "replicated_with_grad_allreduce"),
+        2,
+        ["key 'blocks.*' sums the gradients of all of 'blocks.0'", "and 'blocks.*.up' shards 'blocks.0.up' within it"],
+    ),
     "an_attribute_that_is_missing": (
         plus("blocks.*", Divide("n_heads")),
         2,

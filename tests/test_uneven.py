@@ -201,6 +201,20 @@ def test_a_style_that_cannot_be_cut_unevenly_is_refused():
         tp_layers.apply(model, plan, group=Group(0, 4), uneven=True)
 
 
+class Counting(Style):
+    """A style of one's own, with a count that the size must divide."""
+
+    def counts(self, module):
+        return {"number of groups": 6}
+
+
+def test_a_count_that_no_style_cuts_must_divide_whatever_is_uneven():
+    model, plan = Toy(), {"up": "colwise", "down": "rowwise", "mlp": Counting()}
+    assert resolve(model, plan, 3, uneven=True).sizes == [1, 2, 3, 6]
+    with refused(model, "'mlp': its number of groups of 6 is not divisible by 4 ranks, nor does its style cut it"):
+        tp_layers.apply(model, plan, group=Group(0, 4), uneven=True)
+
+
 def test_a_cut_style_is_still_what_a_plan_calls_it():
     model = randomise(Toy())
     styles = tp_layers.describe(model, {**ATTENTION, **MLP}, size=3, uneven=True).styles

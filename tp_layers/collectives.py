@@ -160,8 +160,7 @@ def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
     Raises:
         ValueError: several ranks would hold the same part, whose gradients would have to be summed.
     """
-    if spec.copies(group.size) > 1:
-        raise ValueError(f"a dim of {spec.blocks} in {spec.granules} granules cannot be split over {group.size} ranks")
+    spec.require_disjoint(group.size)
     return x if group.size == 1 else _Split.apply(x, group, spec)
 
 

@@ -90,11 +90,12 @@ class ShardedConv(ShardedLayer):
     def collected(self, y: torch.Tensor, collective: Callable[[torch.Tensor, ShardSpec], torch.Tensor]) -> torch.Tensor:
         """`collective` of `y` and of the cut of its channels, in one order of memory on all ranks: channels last.
 
-        By its strides alone, a rank of one channel could not tell which order its `y` has.
+        What it returns has the order of `y`, which on a rank of one channel is contiguous whatever its strides: the
+        channels' stride alone tells all ranks the same.
         """
-        contiguous = y.is_contiguous()
+        last = y.stride(self.dim) == 1
         y = collective(y.movedim(self.dim, -1).contiguous(), replace(self.spec, dim=-1)).movedim(-1, self.dim)
-        return y.contiguous() if contiguous else y
+        return y if last else y.contiguous()
 
     def extra_repr(self) -> str:
         """As torch's convolutions begin, with the place of the shard."""
@@ -160,6 +161,7 @@ class RowwiseConv(ShardedConv):
         options: Options = DEFAULT,
     ) -> None:
         super().__init__(plain_conv(conv), spec, group, options)
+        spec.require_disjoint(group.size)
         self.register_parameter("bias", conv._parameters["bias"])
         self.split_input, self.reduce = split_input, reduce
         self.in_channels, self.out_channels = spec.length if split_input else self.local, conv.out_channels
@@ -179,7 +181,7 @@ class RowwiseConv(ShardedConv):
         """This rank's input channels of `conv`, and its whole bias; any kernel, one group.
 
         Raises:
-            ValueError: as `ColwiseConv.from_conv`.
+            ValueError: as `ColwiseConv.from_conv`, or a block has fewer `granules` than there are ranks.
         """
         conv = plain_conv(conv)
         return cls(

@@ -24,6 +24,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def __init__(self, embedding: nn.Embedding, spec: ShardSpec, group: Group, options: Options) -> None:
         super().__init__(embedding, spec, group, options)
+        spec.require_disjoint(group.size)
         self.weight = self.cut(embedding.weight)
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.padding_idx = embedding.padding_idx
@@ -48,7 +49,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
         Raises:
             ValueError: `plain_embedding` refuses it, or the vocabulary is not divisible by the group's size or not made
-                of its `granules` (see `ShardSpec`).
+                of its `granules` (see `ShardSpec`), or has fewer of them than there are ranks.
         """
         spec = ShardSpec.of(0, plain_embedding(embedding).weight.shape[0], granules=granules)
         return cls(embedding, spec, Group.of(group), options)

@@ -112,8 +112,7 @@ class RowwiseLinear(ShardedLinear):
         options: Options = DEFAULT,
     ) -> None:
         super().__init__(linear, spec, group, options)
-        if spec.copies(group.size) > 1:
-            raise ValueError(f"{spec.blocks} columns in {spec.granules} granules would be summed more than once")
+        spec.require_disjoint(group.size)
         self.weight = self.cut(linear.weight)
         self.register_parameter("bias", linear.bias)
         self.split_input, self.reduce = split_input, reduce

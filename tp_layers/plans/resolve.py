@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .around_styles import HeadParameters
 from .flow import open_ends
 from .heads import Count, head_counts, head_norms
 from .lint import left_whole
@@ -96,7 +97,7 @@ def _specs(item: Match) -> dict[str, ShardSpec]:
 
 
 def _check_parameters(matches: list[Match]) -> None:
-    """Raises if a bare parameter of the plan belongs to a layer that the plan shards as a whole."""
+    """Raises if a parameter of the plan belongs to a module with a plan for all of it: sharded, or summed gradients."""
     layers = {
         item.path: item for item in matches if isinstance(item.target, nn.Module) and item.style.specs(item.target)
     }
@@ -104,6 +105,13 @@ def _check_parameters(matches: list[Match]) -> None:
         layer = layers.get(item.path.rpartition(".")[0])
         if isinstance(item.style, ShardParameter) and layer is not None:
             raise ValueError(f"the plan keys '{layer.key}' and '{item.key}' both shard '{item.path}': drop one of them")
+    for item in matches:
+        if isinstance(item.style, HeadParameters):
+            for it in (it for it in matches if it.path.startswith(f"{item.path}.") and _specs(it)):
+                raise ValueError(
+                    f"plan key '{item.key}' sums the gradients of all of '{item.path}' over the ranks, and '{it.key}' "
+                    f"shards '{it.path}' within it: name what is whole there"
+                )
 
 
 def _block_counts(name: str, spec: ShardSpec) -> list[Count]:

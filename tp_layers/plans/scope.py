@@ -8,8 +8,8 @@ from .heads import HEADS, KV_HEADS
 from .match import Match
 from .styles import Divide, SliceOutput
 
-# What a length is: a number of heads; or channels of a module that gives or takes a split tensor, of one that works on
-# a part of it (a norm, a parameter), or of one whose input and output are whole.
+# What a length is: a number of heads; or channels of what gives or takes a split tensor or gives a partial sum, of what
+# works on a part of one (a norm, a parameter), or of a module whose input and output are whole.
 COUNT, KV_COUNT, PROJECTION, BETWEEN, WHOLE = "heads", "kv heads", "projection", "between", "whole"
 # How many rows stay together where no heads say so, and what a part should be a multiple of: 16 bytes of bfloat16. Over
 # other widths a GEMM is slow, and a grouped one refuses.
@@ -84,7 +84,7 @@ def lengths_of(item: Match) -> Lengths:
         kinds = [KV_COUNT if it in KV_HEADS else COUNT if it in HEADS else BETWEEN for it in item.style.attributes]
         return tuple(zip(kinds, item.style.lengths(item.target), strict=True))
     kind = WHOLE if (item.style.input, item.style.output) == ("whole", "whole") else BETWEEN
-    kind = PROJECTION if item.splits or item.takes else kind
+    kind = PROJECTION if item.splits or item.takes or item.style.output == "partial" else kind
     return tuple((kind, length) for length in item.style.lengths(item.target))
 
 

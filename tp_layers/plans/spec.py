@@ -104,6 +104,14 @@ class ShardSpec:
         """How many of `size` ranks hold a row, of the block of which it is the most."""
         return max(1, *(size // granules for _, granules in self._counted(size)))
 
+    def require_disjoint(self, size: int) -> None:
+        """Raises ValueError if several of `size` ranks hold a row, which a sum over the ranks would have as often."""
+        if self.copies(size) > 1:
+            counts = f"{list(self.blocks)} in {list(self.granules or ())} granules"
+            raise ValueError(
+                f"{counts} over {size} ranks: {self.copies(size)} of them would hold and sum the same rows"
+            )
+
     def _counted(self, size: int) -> Iterator[tuple[int, int]]:
         """Every block with the number of pieces that it is cut into at most."""
         return zip(self.blocks, self.granules or (size,) * len(self.blocks), strict=True)

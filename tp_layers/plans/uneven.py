@@ -19,6 +19,7 @@ from torch import nn
 from .attention import attentions
 from .match import Match
 from .scope import Lengths, Scope, lengths_of, scopes_of
+from .spec import ShardSpec
 from .styles import Divide, Regroup, Style
 
 
@@ -87,8 +88,15 @@ def _cut(item: Match, scope: Scope, lengths: Lengths, size: int, uneven: bool) -
     Raises:
         ValueError: there is none.
     """
+    counts = item.style.counts(item.target) if isinstance(item.target, nn.Module) else {}
+    for name, value in counts.items():
+        if value % size and value not in {length for _, length in lengths}:
+            raise ValueError(f"its {name} of {value} is not divisible by {size} ranks, nor does its style cut it")
     pieces = [scope.pieces(kind, length, size, uneven) for kind, length in lengths]
     if all(count is None for count in pieces):
         return item
     # Beside others, an equal part is a piece.
-    return replace(item, style=item.style.in_granules([count or size for count in pieces], item.target))
+    granules = [count or size for count in pieces]
+    if item.takes or item.style.output == "partial":
+        ShardSpec(0, tuple(length for _, length in lengths), tuple(granules)).require_disjoint(size)
+    return replace(item, style=item.style.in_granules(granules, item.target))
