@@ -20,6 +20,10 @@ def one_scale(heads: int) -> Values:
     return by_head(heads) | dict(history_scale_mode="scalar", guidance_cross_attn=False, zero_history_timestep=False)
 
 
+def with_image_keys(heads: int) -> Values:
+    return helios(heads) | dict(added_kv_proj_dim=20)
+
+
 def inputs() -> Values:
     def frames(first: int, last: int) -> torch.Tensor:
         return torch.arange(first, last).repeat(2, 1)
@@ -37,4 +41,5 @@ FAMILIES = [
     Family("HeliosTransformer3DModel", helios, inputs, "as published"),
     Family("HeliosTransformer3DModel", by_head, inputs, "a scale for each head"),
     Family("HeliosTransformer3DModel", one_scale, inputs, "one scale"),
+    Family("HeliosTransformer3DModel", with_image_keys, inputs, "image keys", dead=r"add_[kv]_proj|norm_added_k"),
 ]

@@ -15,6 +15,7 @@ from .flow import open_ends
 from .heads import Count, head_counts, head_norms
 from .lint import left_whole
 from .match import Match, match
+from .misread import misread
 from .spec import ShardSpec
 from .styles import STYLES, Replicate, ShardParameter, Style
 from .uneven import Cuts
@@ -44,9 +45,9 @@ def resolve(
 ) -> Resolved:
     """Checks `plan` against `model` for `size` ranks.
 
-    With `check=False`, a split output that nobody takes, or a split input that nobody gives, is noted instead of
-    refused. With `uneven=True`, the size need not divide head counts and widths: the first ranks then hold a head more
-    than the last (see `uneven.py`).
+    With `check=False`, a split output that nobody takes, a split input that nobody gives, or a split tensor that would
+    be read as if it were whole (see `misread.py`), is noted instead of refused. With `uneven=True`, the size need not
+    divide head counts and widths: the first ranks then hold a head more than the last (see `uneven.py`).
 
     Raises:
         ValueError: whatever is wrong, with the key or parameter, the numbers, and what would work.
@@ -67,7 +68,7 @@ def resolve(
     counts += head_counts(model, matches)
     cuts = Cuts(model, matches)
     sizes = _check_size(counts, cuts, size, uneven)
-    notes = open_ends(matches)
+    notes = [*open_ends(matches), *misread(model, matches)]
     if notes and check:
         raise ValueError(f"{notes[0]}; pass check=False if that is meant")
     even = all(count.value % size == 0 for count in counts)

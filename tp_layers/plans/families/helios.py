@@ -12,13 +12,18 @@ from torch import nn
 
 from ..shared import Plan, Published
 from ..styles import ShardParameter
-from ..wan_blocks import wan_block
+from ..wan_blocks import image_keys, wan_block
 
 
 def helios(model: nn.Module) -> Plan:
     """The plan, by what the keys' scale is in the config of `model`."""
     config: Any = model.config
-    plan = {"condition_embedder.time_proj": "modulation", **wan_block("blocks.*")}
+    # With `added_kv_proj_dim`, attention has the keys of an image, and its forward does not call them.
+    plan = {
+        "condition_embedder.time_proj": "modulation",
+        **wan_block("blocks.*"),
+        **image_keys("blocks.*.attn2"),
+    }
     if config.is_amplify_history and config.history_scale_mode == "per_head":
         plan["blocks.*.attn1.history_key_scale"] = ShardParameter(0)
     return plan
