@@ -10,6 +10,7 @@ state-dict keys; `in_channels` and `out_channels` are those that `forward` takes
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class ShardedConv(ShardedLayer):
         self.kernel_size, self.stride, self.padding = conv.kernel_size, conv.stride, conv.padding
         self.dilation, self.groups, self.dim = conv.dilation, conv.groups, -1 - len(conv.kernel_size)
         self.weight = self.cut(conv.weight)
-        self.features = ShardSpec(self.dim, spec.blocks)
+        self.features = replace(spec, dim=self.dim)
 
     def check(self, x: torch.Tensor) -> None:
         """Raises ValueError unless `x` has `in_channels`, or where `check_in_place` does."""
@@ -92,7 +93,7 @@ class ShardedConv(ShardedLayer):
         By its strides alone, a rank of one channel could not tell which order its `y` has.
         """
         contiguous = y.is_contiguous()
-        y = collective(y.movedim(self.dim, -1).contiguous(), ShardSpec(-1, self.spec.blocks)).movedim(-1, self.dim)
+        y = collective(y.movedim(self.dim, -1).contiguous(), replace(self.spec, dim=-1)).movedim(-1, self.dim)
         return y.contiguous() if contiguous else y
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class ShardedLinear(ShardedLayer):
 
     def __init__(self, linear: nn.Linear, spec: ShardSpec, group: Group, options: Options) -> None:
         super().__init__(plain_linear(linear), spec, group, options)
-        self.features = ShardSpec(-1, spec.blocks)
+        self.features = replace(spec, dim=-1)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` prints itself, with the place of the shard."""

@@ -6,7 +6,9 @@ from torch import nn
 
 from ..group import Group
 from ..layers.options import DEFAULT, Options
+from ..layers.pair import pair_norms
 from ..layers.sharded import ShardedLayer
+from .pairs import norm_pairs
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
@@ -41,6 +43,8 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             specs = {name: spec for name, spec in specs.items() if name.rpartition(".")[0] != path}
         if sharded is not module:
             parent._modules[name] = sharded.train(module.training)
+    for path in norm_pairs(resolved.styles, group.size):
+        pair_norms(model.get_submodule(path))
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 
