@@ -6,125 +6,32 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 
 import tp_layers
 from calls import Calls
-from close import FLOAT32, randomise, relative_error
+from close import FLOAT32, relative_error
 from families import REGISTERED, run
-from seeded import noise
+from paired import (
+    ORDERS,
+    PLAN,
+    another_tensor,
+    build,
+    changed_before,
+    changed_in_place,
+    halfway,
+    inputs,
+    keys_first,
+    keys_not_normed,
+    queries_twice,
+    train,
+    usual,
+)
 from tp_layers.describe import describe
 from tp_layers.group import Group
 from tp_layers.layers.pair import pair_norms
 from tp_layers.plans.registry import plan_for
 
-WIDTH, INNER = 8, 12
-PLAN = {
-    "attn.to_q": "colwise",
-    "attn.to_k": "colwise",
-    "attn.norm_q": "rms_norm",
-    "attn.norm_k": "rms_norm",
-    "attn.to_out": "rowwise",
-}
-
-
-def usual(attn, x, y):
-    """As every processor of diffusers does."""
-    q, k = attn.to_q(x), attn.to_k(y)
-    return attn.norm_q(q), attn.norm_k(k)
-
-
-def keys_first(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    k = attn.norm_k(k)
-    return attn.norm_q(q), k
-
-
-def one_by_one(attn, x, y):
-    return attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(y))
-
-
-def another_tensor(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    return attn.norm_q(q), attn.norm_k(k * torch.linspace(0.5, 2, k.shape[1])[:, None])
-
-
-def changed_in_place(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    q = attn.norm_q(q)
-    k[:, 1:] *= 3
-    return q, attn.norm_k(k)
-
-
-def changed_before(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    k[:, 1:] *= 3
-    return attn.norm_q(q), attn.norm_k(k)
-
-
-def projected_again(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    q = attn.norm_q(q)
-    return q, attn.norm_k(attn.to_k(y * 2)) + k
-
-
-def queries_twice(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    return attn.norm_q(q) + attn.norm_q(q * torch.linspace(0.5, 2, q.shape[1])[:, None]), attn.norm_k(k)
-
-
-def keys_not_normed(attn, x, y):
-    return attn.norm_q(attn.to_q(x)), attn.to_k(y)
-
-
-def other_dtype(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    return attn.norm_q(q.double()).float(), attn.norm_k(k)
-
-
-# How a processor may call the norms, and how many all-reduces they then are.
-ORDERS = {
-    usual: 1, keys_first: 2, one_by_one: 2, another_tensor: 2, changed_before: 1, projected_again: 2, queries_twice: 2,
-    keys_not_normed: 1, other_dtype: 2,
-}  # fmt: skip
 orders = pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
-
-
-class Attention(nn.Module):
-    """Scores of the normed queries against the normed keys, of as many other rows."""
-
-    def __init__(self, order):
-        super().__init__()
-        self.to_q, self.to_k = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
-        self.norm_q, self.norm_k = nn.RMSNorm(INNER), nn.RMSNorm(INNER)
-        self.to_out, self.order, self.fails = nn.Linear(INNER, 5), order, False
-
-    def forward(self, x, y):
-        q, k = self.order(self, x, y)
-        return self.to_out(q * k.relu().mean(1, keepdim=True))
-
-
-class Around(nn.Module):
-    def __init__(self, order):
-        super().__init__()
-        self.attn = Attention(order)
-
-    def forward(self, x, y):
-        return self.attn(x, y)
-
-
-def build(order):
-    return randomise(Around(order))
-
-
-def train(model):
-    """The output and all gradients."""
-    model.zero_grad()
-    x, y = noise(2, 5, WIDTH, seed=1).requires_grad_(), noise(2, 3, WIDTH, seed=2).requires_grad_()
-    out = model(x, y)
-    out.square().sum().backward()
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [out.detach(), x.grad, y.grad, *[grad.clone() for grad in grads]]
 
 
 def alone(model):
@@ -140,7 +47,7 @@ def ways(group, order, change=lambda model: model):
     pair = change(tp_layers.apply(build(order), PLAN, group=group))
     single = alone(tp_layers.apply(build(order), PLAN, group=group))
     with torch.no_grad():
-        wanted = build(order)(noise(2, 5, WIDTH, seed=1), noise(2, 3, WIDTH, seed=2))
+        wanted = build(order)(*inputs())
     kept = pair.attn.norm_q.together.__self__
     results = train(pair), train(single), wanted
     assert kept.key is None and kept.squares is None
@@ -149,7 +56,7 @@ def ways(group, order, change=lambda model: model):
 
 def counted(model):
     with Calls() as forward, torch.no_grad():
-        model(noise(2, 5, WIDTH, seed=1), noise(2, 3, WIDTH, seed=2))
+        model(*inputs())
     # The last one is the output's.
     return [len(forward.names) - 1]
 
@@ -220,14 +127,6 @@ def test_keys_changed_between_the_norms_are_not_compiled(ranks):
     ranks(2, refused)
 
 
-def halfway(attn, x, y):
-    q, k = attn.to_q(x), attn.to_k(y)
-    q = attn.norm_q(q)
-    if attn.fails:
-        raise RuntimeError("between the norms")
-    return q, attn.norm_k(k)
-
-
 def failing(group):
     """What is kept after a call that raises, and the results of the next."""
     model, single = (tp_layers.apply(build(order), PLAN, group=group) for order in (halfway, usual))
@@ -247,7 +146,7 @@ def test_a_call_that_raises_leaves_nothing_behind(ranks):
 def without_gradients(group, mode):
     """With keys that are changed between the norms: the error, and how many all-reduces of squares there are."""
     model = tp_layers.apply(build(changed_in_place), PLAN, group=group)
-    x, y = noise(2, 5, WIDTH, seed=1), noise(2, 3, WIDTH, seed=2)
+    x, y = inputs()
     with torch.no_grad():
         wanted = build(changed_in_place)(x, y)
     with mode(), Calls() as calls:
@@ -274,7 +173,7 @@ def test_torch_refuses_the_gradient_of_keys_changed_between_the_norms(ranks):
 def alive(group):
     """The tensors that are alive after a call and were not before it."""
     model = tp_layers.apply(build(usual), PLAN, group=group)
-    x, y = noise(2, 5, WIDTH, seed=1), noise(2, 3, WIDTH, seed=2)
+    x, y = inputs()
 
     def tensors():
         gc.collect()
