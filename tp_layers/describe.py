@@ -9,6 +9,7 @@ from torch import nn
 
 from .plans.flow import partial_inputs
 from .plans.lint import pattern
+from .plans.pairs import norm_pairs
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
 from .plans.shard import sharding_of
@@ -165,11 +166,13 @@ def _tensors(model: nn.Module, resolved: Resolved, taken: bool) -> list[Tensor]:
 
 
 def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
-    found: dict[str, list[int]] = {}
+    found: dict[str, tuple[int, int]] = {}
+    along = {f"{path}.norm_k" for path in norm_pairs(resolved.styles, resolved.size)}
     for path, style in resolved.styles.items():
         if style.collective is not None and resolved.size > 1:
-            found.setdefault(style.collective, []).append(_payload(model, resolved, path))
-    return [Collective(kind, len(sizes), sum(sizes)) for kind, sizes in found.items()]
+            count, nbytes = found.get(style.collective, (0, 0))
+            found[style.collective] = count + (path not in along), nbytes + _payload(model, resolved, path)
+    return [Collective(kind, count, nbytes) for kind, (count, nbytes) in found.items()]
 
 
 def _payload(model: nn.Module, resolved: Resolved, path: str) -> int:

@@ -35,9 +35,8 @@ def plain_conv(module: nn.Module, depthwise: bool = False) -> Conv:
         ValueError: it is no nn.Conv1d, 2d or 3d, has a forward of its own, other groups, or pads with other values.
     """
     kind: Any = next((kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, kind)), None)
-    if kind is None or any(
-        getattr(type(module), own) is not getattr(kind, own) for own in ("forward", "_conv_forward")
-    ):
+    own = ("forward", "_conv_forward")
+    if kind is None or any(getattr(type(module), name) is not getattr(kind, name) for name in own):
         raise ValueError(f"it is a {type(module).__name__}, not a plain nn.Conv1d, nn.Conv2d or nn.Conv3d")
     conv: Conv = module  # type: ignore[assignment]
     channels = (conv.in_channels, conv.out_channels)
@@ -128,10 +127,10 @@ class ColwiseConv(ShardedConv):
         gather: bool = False,
         options: Options = DEFAULT,
     ) -> "ColwiseConv":
-        """This rank's output channels of `conv`, weight and bias cut by one and the same spec; any kernel, one group.
+        """This rank's output channels of `conv`, which has one group; weight and bias cut by one and the same spec.
 
         Raises:
-            ValueError: it is no plain convolution of one group (see `plain_conv`), or its channels do not divide.
+            ValueError: `plain_conv` refuses it, or its channels do not divide.
         """
         conv = plain_conv(conv)
         return cls(conv, ShardSpec.of(0, conv.out_channels, blocks, granules), Group.of(group), gather, options)
@@ -220,10 +219,10 @@ class DepthwiseConv(ShardedConv):
         granules: Sequence[int] | None = None,
         options: Options = DEFAULT,
     ) -> "DepthwiseConv":
-        """This rank's filters of `conv`, weight and bias cut by one and the same spec; any kernel.
+        """This rank's filters of `conv`, weight and bias cut by one and the same spec.
 
         Raises:
-            ValueError: it is no plain depthwise convolution (see `plain_conv`), or its channels do not divide.
+            ValueError: `plain_conv` refuses it, or its channels do not divide.
         """
         conv = plain_conv(conv, depthwise=True)
         return cls(conv, ShardSpec.of(0, conv.out_channels, blocks, granules), Group.of(group), options)

@@ -1,6 +1,6 @@
 """`AcrossRMSNorm`: an RMSNorm over a dim whose channels are split over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -25,6 +25,8 @@ class AcrossRMSNorm(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    # How two norms get their squares together, see `pair.py`.
+    together: Callable[["AcrossRMSNorm", torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -70,15 +72,24 @@ class AcrossRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [.., D / size]` -> the same shape and dtype as the norm it replaces."""
-        squares = all_reduce(sum_of_squares(x, backend=self.options.backend), self.group, consumer="split")
+        squares = self.together(self, x) if self.together is not None else self.reduced(self.squares(x))
         # torch's default is the epsilon of the dtype it computes in, float32 for half precision, not of x's.
         eps = torch.finfo(squares.dtype).eps if self.eps is None else self.eps
         width = self.spec.length * self.spec.copies(self.group.size)
         return scale(x, squares, width, eps, self.weight, self.bias, self.round_first, backend=self.options.backend)
 
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's sum of squares, `[.., 1]`."""
+        return sum_of_squares(x, backend=self.options.backend)
+
+    def reduced(self, squares: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `squares`, of any shape, in their place."""
+        return all_reduce(squares, self.group, consumer="split")
+
     def extra_repr(self) -> str:
-        """The full width, and the place of the shard."""
-        return f"{self.spec.length}, eps={self.eps}, rank {self.group.rank} of {self.group.size}"
+        """The full width, the place of the shard, and whether another norm's squares are reduced along."""
+        with_whom = "" if self.together is None else ", its squares reduced together with the other norm's"
+        return f"{self.spec.length}, eps={self.eps}, rank {self.group.rank} of {self.group.size}{with_whom}"
 
 
 def norm_width(norm: nn.Module) -> int:

@@ -6,8 +6,10 @@ from torch import nn
 
 from ..group import Group
 from ..layers.options import DEFAULT, Options
+from ..layers.pair import pair_norms
 from ..layers.sharded import ShardedLayer
 from .around_styles import Watcher
+from .pairs import norm_pairs
 from .refuse import guard
 from .resolve import Resolved
 from .styles import ShardParameter
@@ -50,6 +52,8 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             _called(model, path).register_forward_pre_hook(Watcher(group, owner, own, spec))
     for names in together:
         tie(model, names)
+    for path in norm_pairs(resolved.styles, group.size):
+        pair_norms(model.get_submodule(path))
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
 
