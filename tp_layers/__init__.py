@@ -3,6 +3,7 @@
 from .apply import apply
 from .describe import describe
 from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv
+from .layers.layer_norm import AcrossLayerNorm
 from .layers.linear import ColwiseLinear, RowwiseLinear
 from .layers.norm import AcrossRMSNorm
 from .loader.load import load
@@ -20,6 +21,7 @@ from .plans.styles import (
 from .verify import verify
 
 __all__ = [
+    "AcrossLayerNorm",
     "AcrossRMSNorm",
     "ColwiseConv",
     "ColwiseLinear",

@@ -1,4 +1,4 @@
-"""The styles of what stands around the linear layers: norms, head counts, rotary tables, bare parameters."""
+"""The styles of what stands around linear layers: norms within heads, head counts, rotary tables, bare parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,33 +9,10 @@ from torch import nn
 
 from ..collectives import split, sum_gradient
 from ..group import Group
-from ..layers.norm import AcrossRMSNorm, norm_width
 from ..layers.options import DEFAULT, Options
 from ..layers.sharded import shard_parameter
 from .spec import ShardSpec
-from .style import Specs, Style
-
-
-class RMSNorm(Style):
-    """`"rms_norm"`: an RMSNorm over a split dim, normalised over the full width."""
-
-    input, output, collective = "split", "split", "all-reduce of squares"
-
-    def specs(self, module: nn.Module) -> Specs:
-        spec = ShardSpec.of(0, norm_width(module), granules=self.granules)
-        return {name: spec for name, _ in module.named_parameters(recurse=False)}
-
-    def counts(self, module: nn.Module) -> Mapping[str, int]:
-        return {"width": norm_width(module)}
-
-    def lengths(self, target: Any) -> Sequence[int]:
-        return (norm_width(target),)
-
-    def payload(self, target: Any) -> int:
-        return 4  # one float32
-
-    def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
-        return AcrossRMSNorm.from_norm(module, group=group, granules=self.granules, options=options)
+from .style import Style
 
 
 @dataclass(frozen=True)

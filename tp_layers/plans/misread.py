@@ -44,7 +44,7 @@ def _across_heads(model: nn.Module, matches: Sequence[Match]) -> Iterator[str]:
             if path not in planned and _OF_HEADS.search(name) and _width(child) in wide:
                 yield (
                     f"'{path}', a {type(child).__name__} over all {_width(child)} channels, would see only one rank's: "
-                    f'call an RMSNorm "rms_norm"; for other norms there is no style, so leave their attention whole'
+                    f'call an RMSNorm "rms_norm" and a LayerNorm "layer_norm"; with another, leave the attention whole'
                 )
 
 

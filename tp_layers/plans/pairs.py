@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from .around_styles import RMSNorm
+from .norm_styles import RMSNorm
 from .style import Style
 
 FUSED = ("to_qkv", "to_kv")
@@ -18,6 +18,6 @@ def norm_pairs(styles: Mapping[str, Style], size: int) -> list[str]:
         projections = [styles.get(f"{path}.{name}") for name in ("to_q", "to_k")]
         fused = any(f"{path}.{name}" in styles for name in FUSED)
         split = all(style is not None and style.output == "split" for style in projections)
-        if split and not fused and all(isinstance(style, RMSNorm) for style in norms):
+        if split and not fused and all(type(style) is RMSNorm for style in norms):
             found.append(path)
     return found

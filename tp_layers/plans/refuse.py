@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers.layer_norm import AcrossLayerNorm
 from ..layers.norm import AcrossRMSNorm
 from ..layers.sharded import ShardedLayer
 from .resolve import Resolved
@@ -56,7 +57,7 @@ def _module_reasons(path: str, module: nn.Module) -> Iterator[str]:
     what = f"'{path}'" if path else "it"
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         yield f"{what} is compiled; shard first, then compile"
-    if isinstance(module, ShardedLayer | AcrossRMSNorm) or (path and "_tp_layers" in module.__dict__):
+    if isinstance(module, ShardedLayer | AcrossRMSNorm | AcrossLayerNorm) or (path and "_tp_layers" in module.__dict__):
         yield f"{what} is sharded already"
     if hasattr(module, "_hf_hook"):
         yield f"accelerate offloads {what}; remove its hooks first, {OFFLOAD_HINT}"

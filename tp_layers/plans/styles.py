@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .around_styles import Divide, HeadParameters, Regroup, Replicate, RMSNorm, ShardParameter, SliceOutput
+from .around_styles import Divide, HeadParameters, Regroup, Replicate, ShardParameter, SliceOutput
 from .conv_styles import Depthwise, PackedDepthwise
 from .embedding_styles import EmbeddingRowwise
 from .linear_styles import (
@@ -13,6 +13,7 @@ from .linear_styles import (
     Rowwise,
     RowwiseSplitInput,
 )
+from .norm_styles import LayerNorm, RMSNorm
 from .partial_styles import AllReduceOutput, RowwisePartial
 from .style import Style
 
@@ -41,6 +42,7 @@ STYLES: dict[str, Style] = {
     "embedding_rowwise": EmbeddingRowwise(),
     "depthwise": Depthwise(),
     "rms_norm": RMSNorm(),
+    "layer_norm": LayerNorm(),
     "replicate": Replicate(),
     "replicated_with_grad_allreduce": HeadParameters(),
 }
