@@ -11,7 +11,6 @@ from ..group import Group
 from ..plans.spec import ShardSpec
 from .build import Places
 from .mapped import map_parts
-from .pages import empty
 from .parts import Parts, parts_of
 from .progress import progress
 from .read import CALL_BYTES, Job, read_shards
@@ -32,7 +31,7 @@ def allocate(model: nn.Module, parts: Parts, device: torch.device, mmap: bool) -
     for name, tensor in mapped.items():
         places.put(name, tensor)
     for name in dict.fromkeys(name for name, _ in parts):
-        places.put(name, empty(state[name].shape, state[name].dtype, device))
+        places.put(name, torch.empty(state[name].shape, dtype=state[name].dtype, device=device))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -78,7 +78,8 @@ class Cuts:
 
     def shared(self, size: int) -> set[int]:
         """The numbers and widths of kv heads that `size` need not divide, as several ranks hold each of them."""
-        some = [it for it in self._attentions.values() if it.is_replicated(size) and size % it.kv_heads == 0]
+        grouped = [it for it in self._attentions.values() if it.kv_heads < it.heads]
+        some = [it for it in grouped if it.is_replicated(size) and size % it.kv_heads == 0]
         return {value for it in some for value in (it.kv_heads, it.kv_heads * it.head_dim)}
 
 
