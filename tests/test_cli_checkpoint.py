@@ -83,6 +83,7 @@ def test_a_snapshot_is_written_and_made_whole_again(flux, tmp_path, capsys):
     assert "max_shard_size is for ordinary checkpoints" in capsys.readouterr().err and not shards.exists()
 
 
+@pytest.mark.slow
 def test_unequal_parts_are_asked_for(tmp_path, capsys):
     FAMILIES["Flux2Transformer2DModel"].build(3).save_pretrained(tmp_path / "full")
     where, plain = ["--size", "2"], ["describe", str(tmp_path / "full")]
@@ -100,7 +101,9 @@ def test_unequal_parts_are_asked_for(tmp_path, capsys):
     assert identical(state_of(to[1]), state_of(tmp_path / "full"))
 
 
-@pytest.mark.parametrize("plan", ["", "own.py:PLAN"], ids=["its own plan", "the caller's plan"])
+@pytest.mark.parametrize(
+    "plan", ["", pytest.param("own.py:PLAN", marks=pytest.mark.slow)], ids=["its own plan", "the caller's plan"]
+)
 def test_a_text_encoder_is_loaded_and_saved(t5, tmp_path, plan):
     options = ["--size", "2", *(["--plan", str(t5 / plan)] if plan else [])]
     assert main(["load", str(t5 / "model"), *options]) == 0

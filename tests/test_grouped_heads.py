@@ -82,6 +82,7 @@ def compiled(group):
     return [relative_error(z, y), *(relative_error(grads[name], eager[name]) for name in eager)]
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph_with_the_same_gradients(ranks):
     for found in ranks(2, compiled):
         assert max(found) <= LIMIT and len(found) == 33

@@ -208,7 +208,9 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize("label", ACROSS)
+@pytest.mark.parametrize(
+    "label", [label if "LTXV" in label else pytest.param(label, marks=pytest.mark.slow) for label in ACROSS]
+)
 def test_describe_counts_the_collectives_that_run(ranks, label):
     for ran, described in ranks(2, family_counts, label):
         assert ran == described
