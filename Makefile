@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+SLOW ?= slow and not gpu
 READY := .venv/ready
 
 .PHONY: help setup demo test test-slow test-all lint bench aot clean
@@ -30,7 +31,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "$(SLOW)"
 
 test-all: test test-slow
 

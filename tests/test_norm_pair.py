@@ -198,6 +198,7 @@ def family_counts(group, label):
     return len(calls.names), sum(item.count for item in describe(model).collectives)
 
 
+EVERY = (pytest.mark.slow, pytest.mark.families)
 # Not those that call a layer twice (Helios its time projection), or that run flex attention, which Calls cannot enter.
 ACROSS = [
     label
@@ -208,9 +209,7 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "label", [label if "LTXV" in label else pytest.param(label, marks=pytest.mark.slow) for label in ACROSS]
-)
+@pytest.mark.parametrize("label", [label if "LTXV" in label else pytest.param(label, marks=EVERY) for label in ACROSS])
 def test_describe_counts_the_collectives_that_run(ranks, label):
     for ran, described in ranks(2, family_counts, label):
         assert ran == described

@@ -81,6 +81,7 @@ def test_every_key_of_a_plan_names_something_in_some_config(label):
 
 
 @pytest.mark.slow
+@pytest.mark.families
 @labels
 def test_the_output_depends_on_every_sharded_parameter(label):
     # Without this, a wrong shard could stay below the bound above.
@@ -133,6 +134,7 @@ def test_each_kind_of_incomplete_plan_is_caught_by_the_comparison(ranks, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize(("label", "kind"), forgettable())
 def test_an_incomplete_plan_is_caught_in_every_family(ranks, label, kind):
     assert caught(ranks, label, kind)

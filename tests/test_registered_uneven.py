@@ -43,6 +43,7 @@ def sharded(group: Group, label: str) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize("label", [label for label in REGISTERED if label not in NOT_OF_THREE | UNALIGNED])
 def test_unequal_heads_give_what_one_device_gives(ranks, label):
     wanted = run(REGISTERED[label].build(HEADS), REGISTERED[label].inputs())
@@ -53,6 +54,7 @@ def test_unequal_heads_give_what_one_device_gives(ranks, label):
 
 
 @pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize("label", sorted(NOT_OF_THREE))
 def test_the_others_cannot_have_three_heads(label):
     with pytest.raises((ValueError, RuntimeError, StrictDataclassError)):
