@@ -150,3 +150,9 @@ def test_inputs_of_any_strides(ranks, size, name):
         assert len(found) == 6
         for case, errors in found.items():
             assert max(errors) <= FLOAT32, case
+
+
+def test_an_input_of_another_width_is_refused():
+    layer = AcrossRMSNorm.from_norm(torch.nn.RMSNorm(WIDTH, elementwise_affine=False), group=Group(0, 2))
+    with pytest.raises(ValueError, match=f"this norm takes {WIDTH // 2} of {WIDTH} channels, its input has {WIDTH}"):
+        layer(noise(3, WIDTH))

@@ -8,8 +8,8 @@ from torch import nn
 from ..collectives import all_reduce
 from ..group import Group, GroupLike
 from ..plans.spec import ShardSpec
+from .norm import shards_of
 from .options import DEFAULT, Options
-from .sharded import shard_parameter
 
 
 class AcrossLayerNorm(nn.Module):
@@ -30,6 +30,7 @@ class AcrossLayerNorm(nn.Module):
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.spec, self.group, self.eps = spec, group, eps
+        self.local = spec.extent(group.rank, group.size)
 
     @classmethod
     def from_norm(
@@ -47,13 +48,7 @@ class AcrossLayerNorm(nn.Module):
                 not made of its `granules` (see `ShardSpec`).
         """
         group = Group.of(group)
-        spec = ShardSpec.of(0, layer_norm_width(norm), granules=granules)
-        weight, bias = (
-            None if parameter is None else shard_parameter(parameter, spec, group)
-            for parameter in (norm._parameters.get("weight"), norm._parameters.get("bias"))
-        )
-        # A norm without parameters would otherwise check its width only in forward.
-        spec.ranges(group.rank, group.size)
+        spec, weight, bias = shards_of(norm, layer_norm_width(norm), group, granules)
         return cls(weight, bias, spec, group, float(norm.eps))  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,9 +57,10 @@ class AcrossLayerNorm(nn.Module):
         Raises:
             ValueError: `x` has another width.
         """
-        mine = self.spec.extent(self.group.rank, self.group.size)
-        if x.shape[-1] != mine:
-            raise ValueError(f"this norm takes {mine} of {self.spec.length} channels, its input has {x.shape[-1]}")
+        if x.shape[-1] != self.local:
+            raise ValueError(
+                f"this norm takes {self.local} of {self.spec.length} channels, its input has {x.shape[-1]}"
+            )
         width = self.spec.length * self.spec.copies(self.group.size)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         centred = wide - self._sum(wide) / width

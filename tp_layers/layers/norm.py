@@ -42,7 +42,7 @@ class AcrossRMSNorm(nn.Module):
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
         self.spec, self.group, self.eps, self.round_first = spec, group, eps, round_first
-        self.options = options
+        self.options, self.local = options, spec.extent(group.rank, group.size)
 
     @classmethod
     def from_norm(
@@ -60,13 +60,7 @@ class AcrossRMSNorm(nn.Module):
                 not made of its `granules` (see `ShardSpec`).
         """
         group = Group.of(group)
-        spec = ShardSpec.of(0, norm_width(norm), granules=granules)
-        weight, bias = (
-            None if parameter is None else shard_parameter(parameter, spec, group)
-            for parameter in (norm._parameters.get("weight"), norm._parameters.get("bias"))
-        )
-        # A norm without parameters would otherwise check its width only in forward.
-        spec.ranges(group.rank, group.size)
+        spec, weight, bias = shards_of(norm, norm_width(norm), group, granules)
         round_first = not isinstance(norm, nn.RMSNorm)
         return cls(weight, bias, spec, group, cast(float | None, norm.eps), round_first, options)
 
@@ -79,7 +73,15 @@ class AcrossRMSNorm(nn.Module):
         return scale(x, squares, width, eps, self.weight, self.bias, self.round_first, backend=self.options.backend)
 
     def squares(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's sum of squares, `[.., 1]`."""
+        """This rank's sum of squares, `[.., 1]`.
+
+        Raises:
+            ValueError: `x` has another width than this rank's channels.
+        """
+        if x.shape[-1] != self.local:
+            raise ValueError(
+                f"this norm takes {self.local} of {self.spec.length} channels, its input has {x.shape[-1]}"
+            )
         return sum_of_squares(x, backend=self.options.backend)
 
     def reduced(self, squares: torch.Tensor) -> torch.Tensor:
@@ -90,6 +92,22 @@ class AcrossRMSNorm(nn.Module):
         """The full width, the place of the shard, and whether another norm's squares are reduced along."""
         with_whom = "" if self.together is None else ", its squares reduced together with the other norm's"
         return f"{self.spec.length}, eps={self.eps}, rank {self.group.rank} of {self.group.size}{with_whom}"
+
+
+def shards_of(
+    norm: nn.Module, width: int, group: Group, granules: Sequence[int] | None
+) -> tuple[ShardSpec, nn.Parameter | None, nn.Parameter | None]:
+    """How the `width` channels of a norm are cut, and this rank's shards of its weight and bias.
+
+    Raises:
+        ValueError: the width is not divisible by the group's size, or not made of its `granules`.
+    """
+    spec = ShardSpec.of(0, width, granules=granules)
+    # A norm without parameters would otherwise check its width only in forward.
+    spec.ranges(group.rank, group.size)
+    parameters = (norm._parameters.get("weight"), norm._parameters.get("bias"))
+    weight, bias = (None if it is None else shard_parameter(it, spec, group) for it in parameters)
+    return spec, weight, bias
 
 
 def norm_width(norm: nn.Module) -> int:
