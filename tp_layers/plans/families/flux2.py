@@ -19,6 +19,7 @@ def _gated(path: str) -> dict[str, Any]:
 
 PLANS = {
     "Flux2Transformer2DModel": {
+        "norm_out.linear": "replicate",
         "double_stream_modulation_img.linear": "modulation",
         "double_stream_modulation_txt.linear": "modulation",
         "single_stream_modulation.linear": "modulation",
