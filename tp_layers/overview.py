@@ -3,6 +3,8 @@
 Everything is computed from configs, on meta, with weights in bfloat16 but for those a class keeps in float32.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,16 +37,20 @@ def published(name: str) -> nn.Module:
     """
     if name not in PUBLISHED:
         raise ValueError(f"no published model is called '{name}'; there are {', '.join(sorted(PUBLISHED))}")
-    found, config = PUBLISHED[name]
-    try:
-        model = build(model_class(found), config)
-    except ValueError:
-        kind = model_class(found, "transformers")
-        with torch.device("meta"):
-            model = kind(kind.config_class(**config))
+    model = _built(*PUBLISHED[name])
     for key, parameter in model.named_parameters():
         parameter.data = parameter.data.to(final_dtype(model, key, parameter.dtype, torch.bfloat16))
     return model
+
+
+def _built(found: str, config: dict[str, Any]) -> nn.Module:
+    try:
+        kind = model_class(found)
+    except ValueError:
+        kind = model_class(found, "transformers")
+        with torch.device("meta"):
+            return kind(kind.config_class(**config))
+    return build(kind, config)
 
 
 def table() -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 from .norm_styles import RMSNorm
+from .shared import FUSED
 from .style import Style
-
-FUSED = ("to_qkv", "to_kv")
 
 
 def norm_pairs(styles: Mapping[str, Style], size: int) -> list[str]:
