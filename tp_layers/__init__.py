@@ -6,7 +6,7 @@ from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv
 from .layers.layer_norm import AcrossLayerNorm
 from .layers.linear import ColwiseLinear, RowwiseLinear
 from .layers.norm import AcrossRMSNorm
-from .loader.load import load
+from .load import load
 from .loader.reload import reload
 from .loader.save import save
 from .plans.registry import plan_for, register

@@ -1,42 +1,54 @@
-"""`apply`: shards a model that is in memory, in place."""
+"""`apply`: shards a model, or the models of a pipeline, that are in memory, in place."""
 
-import logging
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from .agree import agreed, fingerprint, require_equal
+from .agree import agreed
 from .group import Group, GroupLike
-from .layers.options import Options
-from .plans.refuse import refuse, refuse_planned
-from .plans.registry import plan_for
-from .plans.resolve import Resolved, resolve
-from .plans.shard import shard_model, watch_gradients
+from .in_memory import How, carry_out, prepare, require_equal_weights
+from .loader.components import PipelineReport, is_pipeline
+from .pipeline import apply_pipeline
 
-logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def apply(
-    model: Model,
+# The keywords stand below, once.
+@overload
+def apply(model: Model, plan: Mapping[str, Any] | None = None, **how: Any) -> Model: ...
+@overload
+def apply(model: Any, plan: Mapping[str, Any] | None = None, **how: Any) -> PipelineReport: ...
+
+
+def apply(  # type: ignore[misc]
+    model: Any,
     plan: Mapping[str, Any] | None = None,
     *,
     group: GroupLike = None,
+    components: Sequence[str] | None = None,
     check: bool = True,
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     copy: bool = True,
     uneven: bool = False,
-) -> Model:
+    check_inputs: bool = True,
+) -> Any:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
+
+    Of a pipeline of diffusers it shards the transformers, and the text encoders that have a plan; moves every component
+    to the group's device; and returns a `PipelineReport`.
 
     Args:
         model: whole, on any device; its shards stay there. Each rank ends with its share of every planned parameter
-            and with the parameters the plan leaves whole; at no time with more than one parameter beside them.
-        plan: module paths to styles. None: the registered plan of the model's class, else its own `_tp_plan`.
+            and with the parameters the plan leaves whole; at no time with more than one parameter beside them. Or a
+            pipeline.
+        plan: module paths to styles. None: the registered plan of the model's class, else its own `_tp_plan`. Of a
+            pipeline: names of components to plans; those not named have None.
         group: a process group or 1-D device mesh. None: the default process group, or a single rank without one.
+        components: of a pipeline, those to shard. None: every component that has a plan; a text encoder that does not
+            fit the size then stays whole, with a warning.
         check: False accepts a plan in which nobody takes a colwise output split; `describe` then notes it.
         backend: of the layers' kernels: "triton", "torch", or "auto"; None: TP_LAYERS_BACKEND, else "auto".
         reduce_dtype: in which partial sums leave their kernels and are reduced, such as torch.float32 for a model in
@@ -45,27 +57,19 @@ def apply(
             inference on one rank, experiments, and weights in memory that the ranks share.
         uneven: True accepts sizes that do not divide head counts and widths: ranks then hold unequal numbers of whole
             heads (10, 10, 9 and 9 of 38), the first ranks more.
+        check_inputs: False leaves out the comparison of the ranks' inputs that is made in the first forward.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
             (see `refuse`, `refuse_planned`), the ranks hold different models, plans or weights, or another rank raises.
-            The model is as it was.
+            The model, or pipeline, is as it was.
     """
-    group = Group.of(group)
-
-    def prepare() -> tuple[Resolved, Options, str]:
-        options = Options(backend, reduce_dtype, copy)
-        # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
-        refuse(model)
-        resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check, uneven=uneven)
-        refuse_planned(model, resolved)
-        return resolved, options, fingerprint(model, resolved, [options.common])
-
-    resolved, options, _ = agreed(group, prepare, lambda found: found[2])
-    require_equal(dict(model.named_parameters()), group)
-    shard_model(model, resolved, group, options)
-    watch_gradients(model, resolved, group)
-    for note in resolved.notes:
-        logger.warning("%s", note)
-    logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
+    group, how = Group.of(group), How(check, backend, reduce_dtype, copy, uneven, check_inputs)
+    if is_pipeline(model):
+        return apply_pipeline(model, plan, components, group, how)
+    if components is not None:
+        raise ValueError(f"components= is for pipelines, this is a {type(model).__name__}")
+    prepared = agreed(group, lambda: prepare(model, plan, group, how), lambda found: found.common)
+    require_equal_weights(model, group)
+    carry_out(prepared, group, how)
     return model

@@ -16,9 +16,10 @@ from .describe import describe
 from .group import Group
 from .kernels import backend, configs
 from .launch import RankError, Ranks
+from .load import load
 from .loader.build import build
 from .loader.folder import find_folder
-from .loader.load import describe_checkpoint, load
+from .loader.load import describe_checkpoint
 from .loader.report import LoadReport
 from .loader.save import check_limit, save
 from .named import class_of, imported, model_class

@@ -1,4 +1,4 @@
-"""`load`: a sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
+"""A sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
 
 import logging
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..agree import Alarm, agreed, fingerprint, require_equal
 from ..group import Group, GroupLike
+from ..inputs import check_first_inputs
 from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
@@ -21,7 +22,7 @@ from .folder import QUANTISED, find_folder, naming, read_config
 from .keys import check_keys
 from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
-from .report import Meter
+from .report import LoadReport, Meter
 from .snapshot import Source, contents, read_sources
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class _Prepared(NamedTuple):
     common: str
 
 
-def load(
+def load_model(
     model_class: type[Model],
     path: str | Path,
     *,
@@ -60,42 +61,22 @@ def load(
     variant: str | None = None,
     revision: str | None = None,
     check: bool = True,
-    report: bool = False,
     mmap: bool = False,
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     uneven: bool = False,
+    check_inputs: bool = True,
+    report: bool = True,
     **refused: Any,
-) -> Any:
-    """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
+) -> tuple[Model, LoadReport]:
+    """The sharded model of a checkpoint, and what this rank did; see `tp_layers.load`.
 
-    Args:
-        model_class: a model class of diffusers, such as `Flux2Transformer2DModel`, or of transformers, such as
-            `T5EncoderModel`.
-        path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
-            a repository on the hub, of which only these files are downloaded.
-        plan, group, backend, reduce_dtype, uneven: as in `apply`.
-        dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
-            float32). None: each stays as it is stored.
-        device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
-        subfolder: the component of a pipeline folder, such as "transformer".
-        variant: of the weights, such as "fp16". There is no other in its place.
-        revision: of a repository on the hub: a branch, a tag or a commit.
-        check: as in `apply`. False also leaves out tensors of the checkpoint that the model does not have.
-        report: True returns `(model, LoadReport)`.
-        mmap: True leaves on disk, mapped into memory, what a rank needs in one run and as it is stored (whole tensors,
-            colwise shards); for CPU ranks. It must not be changed or cut short as long as the model lives.
-
-    Raises:
-        ValueError: an argument, the config, the plan or the checkpoint does not fit, and nothing has been read yet; or
-            another rank fails.
-        FileNotFoundError: there is no such folder, or no safetensors weights in it.
-        OSError: a file cannot be read, or ends early.
+    `report=False` leaves the peak of a CUDA device's memory out of what is told, and torch's statistics alone.
     """
     group, meter = Group.of(group), Meter()
 
     def prepare() -> _Prepared:
-        _refuse_arguments(refused)
+        refuse_arguments(refused)
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         options, place = Options(backend, reduce_dtype), _place(group.device if device is None else device)
@@ -121,12 +102,14 @@ def load(
         requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
     require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
+    if check_inputs:
+        check_first_inputs(model, group)
     name_model(model, path)
     for note in resolved.notes:
         logger.warning("%s", note)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
-    return (model, done) if report else model
+    return cast(Model, model), done
 
 
 def _place(device: torch.device | str) -> torch.device:
@@ -156,7 +139,8 @@ def describe_checkpoint(
     return cast(Model, model), entries
 
 
-def _refuse_arguments(arguments: dict[str, Any]) -> None:
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises for arguments of `from_pretrained` that a sharded load cannot honour, and TypeError for unknown ones."""
     for name, value in arguments.items():
         if name not in REFUSED:
             hint = ", use dtype=" if name == "torch_dtype" else ""

@@ -30,7 +30,7 @@ def describe_pretrained(
     model_class: Any, folder: Path, entries: dict[str, Source], dtype: torch.dtype | None
 ) -> tuple[nn.Module, dict[str, Source]]:
     """The model of the checkpoint in `folder`, and its `entries` under the model's names, tied ones once."""
-    model = build_pretrained(model_class, folder, dtype or _main_dtype(entries))
+    model = build_pretrained(model_class, folder, dtype or main_dtype(entries))
     return model, _settle_ties(model, rename_entries(model, entries))
 
 
@@ -81,7 +81,7 @@ def _set_generation_config(model: Any, folder: Path) -> None:
         )
 
 
-def _main_dtype(entries: dict[str, Source]) -> torch.dtype | None:
+def main_dtype(entries: dict[str, Source]) -> torch.dtype | None:
     """The floating-point dtype most bytes are stored in, None where a model cannot be built in it."""
     counts: Counter[torch.dtype] = Counter()
     for entry in entries.values():

@@ -129,13 +129,18 @@ def _processor_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
 
 
 class Refusal:
-    """Stands on a sharded model for a method that would give wrong results. A class, so that it can be copied."""
+    """Stands on a sharded model, or a pipeline that has one, for a method that would give wrong results.
 
-    def __init__(self, what: str, instead: str) -> None:
-        self.what, self.instead = what, instead
+    A class, so that it can be copied.
+    """
+
+    def __init__(self, what: str, instead: str, whose: str = "model") -> None:
+        self.what, self.instead, self.whose = what, instead, whose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"this model is sharded by tp_layers, so it cannot {self.what}: {self.instead}")
+        raise NotImplementedError(
+            f"this {self.whose} is sharded by tp_layers, so it cannot {self.what}: {self.instead}"
+        )
 
 
 _ADAPTER = ("have an adapter added", "its layers would stay unsharded; fuse the adapter before sharding")

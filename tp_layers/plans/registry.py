@@ -41,6 +41,11 @@ def plan_for(model: nn.Module, *, modulation: str = "auto") -> Plan:
     return with_modulation(model, _plan_of(model), modulation)
 
 
+def is_planned(model_class: type[nn.Module]) -> bool:
+    """Whether every model of a class has a plan: a registered one, or the class's `_tp_plan`."""
+    return any(base.__name__ in _PLANS or vars(base).get("_tp_plan") for base in model_class.__mro__)
+
+
 def _plan_of(model: nn.Module) -> Plan:
     own = has_own_plan(model)
     if "_tp_plan" in vars(model) and not own and type(model).__name__ not in _PLANS:

@@ -1,0 +1,71 @@
+"""Sharding a model that is in memory, in two steps: everything that can be wrong, then what cannot be undone."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .agree import fingerprint, require_equal
+from .group import Group
+from .inputs import check_first_inputs
+from .layers.options import Options
+from .plans.refuse import refuse, refuse_planned
+from .plans.registry import plan_for
+from .plans.resolve import Resolved, resolve
+from .plans.shard import shard_model, watch_gradients
+
+logger = logging.getLogger(__name__)
+
+
+class How(NamedTuple):
+    """The keywords of `apply` that do not depend on the model."""
+
+    check: bool = True
+    backend: str | None = None
+    reduce_dtype: torch.dtype | None = None
+    copy: bool = True
+    uneven: bool = False
+    check_inputs: bool = True
+
+
+class Prepared(NamedTuple):
+    """What is known before a byte moves; `common` must be the same on all ranks."""
+
+    model: nn.Module
+    resolved: Resolved
+    options: Options
+    common: str
+
+
+def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how: How) -> Prepared:
+    """What sharding `model` will do. The model is only looked at.
+
+    Raises:
+        ValueError: see `apply`.
+    """
+    options = Options(how.backend, how.reduce_dtype, how.copy)
+    # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
+    refuse(model)
+    chosen = plan_for(model) if plan is None else plan
+    resolved = resolve(model, chosen, group.size, check=how.check, uneven=how.uneven)
+    refuse_planned(model, resolved)
+    return Prepared(model, resolved, options, fingerprint(model, resolved, [options.common]))
+
+
+def require_equal_weights(model: nn.Module, group: Group) -> None:
+    """Raises ValueError, on every rank, if the ranks do not hold the same model (see `require_equal`)."""
+    require_equal(dict(model.named_parameters()), group)
+
+
+def carry_out(prepared: Prepared, group: Group, how: How) -> None:
+    """Shards the model, as it was prepared."""
+    model, resolved, options, _ = prepared
+    shard_model(model, resolved, group, options)
+    watch_gradients(model, resolved, group)
+    if how.check_inputs:
+        check_first_inputs(model, group)
+    for note in resolved.notes:
+        logger.warning("%s", note)
+    logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
