@@ -145,7 +145,7 @@ def test_a_call_that_raises_leaves_nothing_behind(ranks):
 
 def without_gradients(group, mode):
     """With keys that are changed between the norms: the error, and how many all-reduces of squares there are."""
-    model = tp_layers.apply(build(changed_in_place), PLAN, group=group)
+    model = tp_layers.apply(build(changed_in_place), PLAN, group=group, check_inputs=False)
     x, y = inputs()
     with torch.no_grad():
         wanted = build(changed_in_place)(x, y)
@@ -192,7 +192,7 @@ def test_no_tensor_outlives_the_call(ranks):
 
 def family_counts(group, label):
     model = REGISTERED[label].build()
-    tp_layers.apply(model, plan_for(model, modulation="sharded"), group=group)
+    tp_layers.apply(model, plan_for(model, modulation="sharded"), group=group, check_inputs=False)
     with Calls() as calls:
         run(model, REGISTERED[label].inputs())
     return len(calls.names), sum(item.count for item in describe(model).collectives)
