@@ -51,6 +51,7 @@ DIFFER: dict[str, tuple[Any, Any]] = {
     "a key": ({"scale": 1}, {"scales": 1}),
     "a field": (Both(torch.ones(1), 1), Both(torch.ones(1), 2)),
     "the length of a list": ([1], [1, 1]),
+    "where a list ends": ([[1], [2]], [[1, 2], []]),
 }
 
 

@@ -12,6 +12,7 @@ from tiny_pipelines.image import IMAGE
 from tiny_pipelines.parts import seeded
 from tiny_pipelines.video import VIDEO
 from tp_layers.group import Group
+from tp_layers.loader.components import modules_of, settle
 from tp_layers.plans.shard import sharding_of
 
 PIPELINES = {**IMAGE, **VIDEO}
@@ -169,6 +170,12 @@ def test_to_takes_the_ranks_own_device_alone():
         pipeline.to(device="meta")
     copied = copy.deepcopy(pipeline)
     assert copied.to("cpu") is copied
+
+
+def test_every_component_is_moved_to_the_ranks_device():
+    pipeline = build("Flux")
+    settle(pipeline, torch.device("meta"))
+    assert {tensor.device.type for part in modules_of(pipeline).values() for tensor in part.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize(
