@@ -62,11 +62,11 @@ def main(path: Path = Path("demo.png")) -> int:
         {
             "drawn by one rank": 1 - one,
             f"drawn by {RANKS} ranks": 1 - several[0]["digits"],
-            f"their difference, times 255: at most {apart:.0e}, and one grey level would be white": (
+            f"their difference (at most {apart:.0e}), times 255: one grey level would be white": (
                 differences[0] / GREY_LEVEL
             ),
             f"drawn by {RANKS} ranks with a wrong plan, which takes an MLP for a gated one": 1 - wrong,
-            f"its difference from the first row: at most {off:.2f}, as it is": (wrong - one).abs(),
+            f"its difference from the first row (at most {off:.2f}), as it is": (wrong - one).abs(),
         }
     ).save(path)
     fault = find_fault()

@@ -10,6 +10,7 @@ from torch import nn
 from .agree import agreed, fingerprint, require_equal
 from .group import Group, GroupLike
 from .layers.options import Options
+from .plans.context import refuse_context
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
@@ -48,8 +49,8 @@ def apply(
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
-            (see `refuse`, `refuse_planned`), the ranks hold different models, plans or weights, or another rank raises.
-            The model is as it was.
+            (see `refuse`, `refuse_context`, `refuse_planned`), the ranks hold different models, plans or weights, or
+            another rank raises. The model is as it was.
     """
     group = Group.of(group)
 
@@ -57,6 +58,7 @@ def apply(
         options = Options(backend, reduce_dtype, copy)
         # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
         refuse(model)
+        refuse_context(model, group)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check, uneven=uneven)
         refuse_planned(model, resolved)
         return resolved, options, fingerprint(model, resolved, [options.common])
