@@ -49,8 +49,9 @@ class ContextParallelism:
             ValueError: the config's mesh has ranks of the tensor-parallel group, or it has none.
             RuntimeError: diffusers' own, for tensor parallelism, and for context parallelism that there is already.
         """
-        model, kind = self.model, type(self.model)
-        context = config if hasattr(config, "ulysses_degree") else getattr(config, "context_parallel_config", None)
+        model: Any = self.model
+        kind: Any = type(model)
+        context: Any = config if hasattr(config, "ulysses_degree") else getattr(config, "context_parallel_config", None)
         before = model.__dict__["_parallel_config"]
         if context is None or before.context_parallel_config is not None:
             kind.enable_parallelism(model, config=config, **kwargs)
@@ -73,7 +74,7 @@ def mark(model: nn.Module) -> None:
     from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 
     # Diffusers makes no config of both by itself, but reads each for its own purpose.
-    config = copy.copy(model._parallel_config) or ParallelConfig()
+    config: Any = copy.copy(model._parallel_config) or ParallelConfig()
     config.tensor_parallel_config = TensorParallelConfig()
     model.__dict__["_parallel_config"] = config
 
