@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import ContextParallelConfig
 from diffusers.models._modeling_parallel import TensorParallelConfig
+from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -115,9 +116,11 @@ def unsuitable(group: Group) -> str:
     """diffusers refuses an attention backend after it has begun; the model is as before."""
     mesh = mesh_of_four()
     model = tp_layers.apply(REGISTERED[FLUX].build(), group=mesh["tp"])
-    model.set_attention_backend("_native_math")
     kept = model._parallel_config
-    message = said(enable, model, mesh)
+    # A model's backend becomes everybody's, until the end of the context.
+    with attention_backend("native"):
+        model.set_attention_backend("_native_math")
+        message = said(enable, model, mesh)
     assert model._parallel_config is kept
     return message
 
