@@ -6,7 +6,7 @@ READY := .venv/ready
 .PHONY: help setup demo test test-slow test-all lint bench aot clean
 
 help:
-	@echo "make demo      shard a FLUX.2 model over two CPU ranks and compare it with one (3 minutes)"
+	@echo "make demo      shard a FLUX.2 model over two CPU ranks and compare it with one; draw demo.png (3 minutes)"
 	@echo "make test      lint, types and the tests (15 minutes at most)"
 	@echo "make test-all  the same and the slow tests"
 	@echo "make bench     microbenchmarks of layers and operations, and their cost on the host beside DTensor's"

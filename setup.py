@@ -28,7 +28,9 @@ setup(
         "transformers": TRANSFORMERS,
         # diffusers' own sharded load, which bench/load.py compares with, needs accelerate.
         "bench": [*DIFFUSERS, "pytest-benchmark", "accelerate"],
-        "test": [*DIFFUSERS, *TRANSFORMERS, "pytest", "pytest-benchmark", "ruff", "mypy"],
+        # examples/train_digits.py trains on its digits.
+        "examples": [*DIFFUSERS, "scikit-learn"],
+        "test": [*DIFFUSERS, *TRANSFORMERS, "scikit-learn", "pytest", "pytest-benchmark", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["tp-layers = tp_layers.cli:main"]},
 )

@@ -66,4 +66,6 @@ def test_a_context_parallel_config_of_diffusers_stays():
 
     config = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
     model._parallel_config = config
-    assert tp_layers.apply(model, group=Group())._parallel_config is config
+    sharded = tp_layers.apply(model, group=Group())._parallel_config
+    assert sharded.context_parallel_config is config.context_parallel_config
+    assert config.tensor_parallel_config is None and sharded.tensor_parallel_config is not None

@@ -61,8 +61,8 @@ def apply(  # type: ignore[misc]
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
-            (see `refuse`, `refuse_planned`), the ranks hold different models, plans or weights, or another rank raises.
-            The model, or pipeline, is as it was.
+            (see `refuse`, `refuse_context`, `refuse_planned`), the ranks hold different models, plans or weights, or
+            another rank raises. The model, or pipeline, is as it was.
     """
     group, how = Group.of(group), How(check, backend, reduce_dtype, copy, uneven, check_inputs)
     if is_pipeline(model):

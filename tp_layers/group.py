@@ -1,6 +1,7 @@
 """The ranks that share one model: the only place that asks torch.distributed who is who."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -44,6 +45,11 @@ class Group:
         if found is None or rank < 0:
             raise ValueError("this process is not a member of the given group: shard only on the ranks that are")
         return cls(rank, dist.get_world_size(found), _device(found), found)
+
+    def shares(self, ranks: Iterable[int]) -> bool:
+        """Whether other members of this group are among `ranks`, of the default process group, beside this one."""
+        own = [] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        return len(set(own) & set(ranks)) > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         # A process group is a connection, which a copied model shares with its original.

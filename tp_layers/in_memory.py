@@ -11,6 +11,7 @@ from .agree import fingerprint, require_equal
 from .group import Group
 from .inputs import check_first_inputs
 from .layers.options import Options
+from .plans.context import refuse_context
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
@@ -48,6 +49,7 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
     options = Options(how.backend, how.reduce_dtype, how.copy)
     # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
     refuse(model)
+    refuse_context(model, group)
     chosen = plan_for(model) if plan is None else plan
     resolved = resolve(model, chosen, group.size, check=how.check, uneven=how.uneven)
     refuse_planned(model, resolved)

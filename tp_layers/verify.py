@@ -18,6 +18,7 @@ from torch import nn
 from .collectives import gather_objects
 from .group import Group, GroupLike
 from .launch import Ranks
+from .plans.context import refuse_context
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
@@ -87,6 +88,8 @@ def verify(
         raise ValueError("verify needs size=, the number of ranks to start")
     plan = plan_for(model) if plan is None else plan
     refuse(model)
+    if given:
+        refuse_context(model, Group.of(group))
     resolved = resolve(model, plan, size, check=check, uneven=uneven)
     refuse_planned(model, resolved)
     if given:

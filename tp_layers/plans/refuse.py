@@ -165,13 +165,7 @@ REFUSED = {
 
 
 def guard(model: nn.Module) -> None:
-    """Puts the refusals on a sharded model, and tells diffusers' own guards that it is tensor parallel."""
+    """Puts the refusals on a sharded model."""
     for name, (what, instead) in REFUSED.items():
         if hasattr(model, name):
             model.__dict__[name] = Refusal(what, instead)
-    # A context-parallel config, on another axis, stays.
-    if getattr(model, "_parallel_config", False) is None:
-        from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
-
-        # Pipelines ask this before they offload a component.
-        model.__dict__["_parallel_config"] = ParallelConfig(tensor_parallel_config=TensorParallelConfig())

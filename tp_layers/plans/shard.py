@@ -9,6 +9,7 @@ from ..layers.options import DEFAULT, Options
 from ..layers.pair import pair_norms
 from ..layers.sharded import ShardedLayer
 from .around_styles import Watcher
+from .context import allow_context
 from .pairs import norm_pairs
 from .refuse import guard
 from .resolve import Resolved
@@ -56,6 +57,7 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
         pair_norms(model.get_submodule(path))
     model.__dict__["_tp_layers"] = Sharding(group, replace(resolved, specs=specs))
     guard(model)
+    allow_context(model, group)
 
 
 def _called(model: nn.Module, path: str) -> nn.Module:
