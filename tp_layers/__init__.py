@@ -1,5 +1,6 @@
 """Tensor-parallel layers for diffusion models: shard a model over ranks, in memory or while its checkpoint is read."""
 
+from . import diffusers as diffusers
 from .apply import apply
 from .describe import describe
 from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv

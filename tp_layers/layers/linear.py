@@ -152,20 +152,22 @@ class RowwiseLinear(ShardedLinear):
             if not isinstance(x, torch.Tensor):
                 raise ValueError("rowwise_split_input takes one whole input, not several")
             x = split(x, self.group, self.features)
-        dtype = self.weight.dtype
-        if torch.is_autocast_enabled(self.weight.device.type):
-            dtype = torch.get_autocast_dtype(self.weight.device.type)
-        wide = summed_in(self.options.reduce_dtype, dtype, self.group) if self.reduce else None
+        options, group, weight = self.options, self.group, self.weight
+        dtype, wide = weight.dtype, None
+        if self.reduce and options.reduce_dtype is not None:
+            if torch.is_autocast_enabled(weight.device.type):
+                dtype = torch.get_autocast_dtype(weight.device.type)
+            wide = summed_in(options.reduce_dtype, dtype, group)
         y = rowwise(
             x,
-            self.weight,
+            weight,
             self.bias,
-            add_bias=self.group.rank == 0,
+            add_bias=group.rank == 0,
             ranges=self.ranges,
             out_dtype=wide,
-            backend=self.options.backend,
+            backend=options.backend,
         )
-        y = all_reduce(y, self.group) if self.reduce else y
+        y = all_reduce(y, group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:

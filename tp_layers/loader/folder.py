@@ -1,22 +1,27 @@
 """Where a checkpoint is: a local folder or a repository of the hub, and the config in it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .hub import download
+from .hub import NONE, download
 
 QUANTISED = "quantised weights are packed in a layout that cannot be sliced; load the model unquantised"
 
 
 def find_folder(
-    path: str | Path, subfolder: str | None = None, variant: str | None = None, revision: str | None = None
+    path: str | Path,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    options: Mapping[str, Any] = NONE,
 ) -> Path:
     """The local folder of a model: `path` or a subfolder of it, or that of a repository whose id `path` is.
 
-    Of a repository, the files of that `revision` (a branch, a tag or a commit) and `variant` are downloaded.
+    Of a repository, the files of that `revision` (a branch, a tag or a commit) and `variant` are downloaded, with these
+    `options` of the hub's client.
 
     Raises:
         FileNotFoundError: there is no such folder or repository, or not these files in it.
@@ -28,7 +33,7 @@ def find_folder(
         if folder.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
             raise FileNotFoundError(f"{path} is neither a folder nor the id of a repository")
         try:
-            return download(str(path), subfolder, variant, revision)
+            return download(str(path), subfolder, variant, revision, options)
         except ImportError as error:
             raise FileNotFoundError(f"{path} is not a folder; repository ids need huggingface_hub") from error
     if revision is not None:

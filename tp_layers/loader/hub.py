@@ -2,18 +2,32 @@
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from .index import read_weight_map
 from .layout import first_files, nothing_found
 
+# What huggingface_hub's downloads take beside the names: handed on as it is.
+OPTIONS = ("cache_dir", "token", "local_files_only", "force_download")
+NONE: Mapping[str, Any] = MappingProxyType({})
 
-def download(repository: str, subfolder: str | None, variant: str | None, revision: str | None) -> Path:
+
+def download(
+    repository: str,
+    subfolder: str | None,
+    variant: str | None,
+    revision: str | None,
+    options: Mapping[str, Any] = NONE,
+) -> Path:
     """The local folder of a model of a repository, with all its files in it; without a network, from the hub's cache.
 
     The ranks of a node may all call it: huggingface_hub locks each file, so one downloads it and the others find it.
+    `options` are some of OPTIONS.
 
     Raises:
         ImportError: huggingface_hub is not there.
@@ -24,8 +38,8 @@ def download(repository: str, subfolder: str | None, variant: str | None, revisi
 
     first = first_files(variant)
     try:
-        config = Path(hf_hub_download(repository, "config.json", subfolder=subfolder, revision=revision))
-        source = _Source(repository, subfolder, config.parent)
+        config = Path(hf_hub_download(repository, "config.json", subfolder=subfolder, revision=revision, **options))
+        source = _Source(repository, subfolder, config.parent, options)
         # generate() has a config of its own; a diffusers model has none.
         if _is_of_transformers(config):
             source.fetch("generation_config.json")
@@ -51,8 +65,8 @@ def _is_of_transformers(config: Path) -> bool:
 class _Source:
     """A folder of a repository, at the commit that the revision stood for: all files are of one commit."""
 
-    def __init__(self, repository: str, subfolder: str | None, folder: Path) -> None:
-        self.repository, self.subfolder, self.folder = repository, subfolder, folder
+    def __init__(self, repository: str, subfolder: str | None, folder: Path, options: Mapping[str, Any]) -> None:
+        self.repository, self.subfolder, self.folder, self.options = repository, subfolder, folder, options
         self.inside = f"{subfolder}/" if subfolder else ""
         self.commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
 
@@ -60,8 +74,9 @@ class _Source:
         """The local path of a file, None where there is no such file."""
         from huggingface_hub import errors, hf_hub_download
 
+        place: dict[str, Any] = {"subfolder": self.subfolder, "revision": self.commit}
         try:
-            return Path(hf_hub_download(self.repository, name, subfolder=self.subfolder, revision=self.commit))
+            return Path(hf_hub_download(self.repository, name, **place, **self.options))
         except errors.EntryNotFoundError:
             return None
 
@@ -69,9 +84,9 @@ class _Source:
         """Downloads several files at once."""
         from huggingface_hub import snapshot_download
 
-        if any(not (self.folder / name).is_file() for name in names):
+        if self.options.get("force_download") or any(not (self.folder / name).is_file() for name in names):
             patterns = [escape(self.inside + name) for name in names]
-            snapshot_download(self.repository, revision=self.commit, allow_patterns=patterns)
+            snapshot_download(self.repository, revision=self.commit, allow_patterns=patterns, **self.options)
         lacking = [name for name in names if not (self.folder / name).is_file()]
         if lacking:
             raise FileNotFoundError(f"'{self.repository}' has no {self.inside}{lacking[0]}, which its {index} names")
@@ -80,8 +95,9 @@ class _Source:
         """The files of the folder, for a message, and where they are: in the cache where the hub does not answer."""
         from huggingface_hub import list_repo_files
 
+        token = {"token": self.options["token"]} if "token" in self.options else {}
         try:
-            files = list_repo_files(self.repository, revision=self.commit)
+            files = list_repo_files(self.repository, revision=self.commit, **token)
         except Exception:
             return os.listdir(self.folder), f"the cache of '{self.repository}' (the hub cannot be reached)"
         inside = [file.removeprefix(self.inside) for file in files if file.startswith(self.inside)]
