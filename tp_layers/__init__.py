@@ -1,5 +1,6 @@
 """Tensor-parallel layers for diffusion models: shard a model over ranks, in memory or while its checkpoint is read."""
 
+from .adapters import load_adapter, set_adapters, unload_adapter
 from .apply import apply
 from .describe import describe
 from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv
@@ -37,10 +38,13 @@ __all__ = [
     "apply",
     "describe",
     "load",
+    "load_adapter",
     "plan_for",
     "register",
     "reload",
     "save",
+    "set_adapters",
+    "unload_adapter",
     "verify",
 ]
 __version__ = "0.1.0"

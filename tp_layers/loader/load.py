@@ -1,7 +1,7 @@
 """`load`: a sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,6 +18,7 @@ from ..plans.shard import shard_model, watch_gradients
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
+from .fuse_adapters import ToFuse, adapters_to_fuse, fuse_adapters
 from .keys import check_keys
 from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
@@ -43,6 +44,7 @@ class _Prepared(NamedTuple):
     model: nn.Module
     resolved: Resolved
     parts: Parts
+    fused: ToFuse
     options: Options
     place: torch.device
     common: str
@@ -65,6 +67,7 @@ def load(
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     uneven: bool = False,
+    adapters: Sequence[tuple[str | Path, float]] | None = None,
     **refused: Any,
 ) -> Any:
     """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
@@ -85,6 +88,8 @@ def load(
         report: True returns `(model, LoadReport)`.
         mmap: True leaves on disk, mapped into memory, what a rank needs in one run and as it is stored (whole tensors,
             colwise shards); for CPU ranks. It must not be changed or cut short as long as the model lives.
+        adapters: pairs of a path and a scale (see `load_adapter`), LoRA that each rank adds to its shards, in float32
+            and rounded once. They are part of the weights then: a `save` has them, and `reload` replaces them.
 
     Raises:
         ValueError: an argument, the config, the plan or the checkpoint does not fit, and nothing has been read yet; or
@@ -108,17 +113,20 @@ def load(
         resolved = resolve(model, chosen, group.size, check=check, uneven=uneven)
         refuse_planned(model, resolved)
         parts = needed_parts(sources, resolved.specs, group)
-        common = fingerprint(model, resolved, [options.common, *contents(sources)])
-        return _Prepared(model, resolved, parts, options, place, common)
+        fused = adapters_to_fuse(adapters or (), model, resolved.specs, group)
+        common = fingerprint(model, resolved, [options.common, *contents(sources), *fused.facts])
+        return _Prepared(model, resolved, parts, fused, options, place, common)
 
     with meter.phase("preparing"):
-        model, resolved, parts, options, place, _ = agreed(group, prepare, lambda found: found.common)
+        model, resolved, parts, fused, options, place, _ = agreed(group, prepare, lambda found: found.common)
         shard_model(model, resolved, group, options)
     with meter.phase("allocating"):
         parts = agreed(group, lambda: allocate(model, parts, place, mmap))
     jobs, alarm = jobs_of(model, parts), Alarm(group)
     with meter.phase("reading"):
         requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
+    if fused.layers:
+        agreed(group, lambda: fuse_adapters(model, fused.layers))
     require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
     name_model(model, path)
