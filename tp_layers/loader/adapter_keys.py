@@ -215,7 +215,9 @@ def _converted(loader: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Fo
         raise ValueError(f"diffusers' {loader} cannot convert its keys ({next(iter(tensors))}, ...): {told}") from error
     state, network = result[:2] if alphas else (result, None)
     found = {key: Found(*untraced(tensor)) for key, tensor in {**state, **(network or {})}.items()}
-    used = frozenset(read).union(*(it.sources for it in found.values()))
+    # Of a matrix, a number is read to see whether it is zero.
+    numbers = [key for key in read if tensors[key].numel() == 1]
+    used = frozenset(numbers).union(*(it.sources for it in found.values()))
     dropped = [key for key in tensors if key not in used and not _is_nothing(key, tensors[key])]
     if dropped:
         raise ValueError(
