@@ -41,7 +41,8 @@ def keys(
 def write(path: Path, state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """A safetensors file; its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous().clone() for key, tensor in state.items()}, path, dict(metadata or {}))
+    own = {key: tensor.contiguous().clone() for key, tensor in state.items()}
+    save_file(own, path, dict(metadata) if metadata else None)
     return str(path)
 
 
