@@ -6,7 +6,7 @@ from torch import nn
 
 import tp_layers
 from close import randomise
-from families import FAMILIES, run
+from families import FAMILIES, REGISTERED, run
 from loras import draw, keys, write
 from refused import refused
 from small_models import PAIR, Pair
@@ -54,6 +54,8 @@ REFUSED = {
     ),
     "half": ({"up.lora_A.weight": torch.ones(2, 8)}, "'up' lacks lora_B: there is only 'up.lora_A.weight'"),
     "alpha_alone": (UP | {"down.alpha": torch.tensor(2.0)}, "'down' lacks lora_A: there is only 'down.alpha'"),
+    "no_rank": (pair_of("up", r=0), "'up' has lora_A (0, 8)"),
+    "alphas": (UP | {"up.alpha": torch.ones(2)}, "the alpha of 'up' has shape (2,)"),
     "bias": (UP | {"up.lora_B.bias": torch.ones(6)}, "'up' has 12 outputs, the adapter's bias is (6,)"),
     "whole_bias": (UP | {"up.bias": torch.ones(12)}, "'up.bias' is no key of a LoRA"),
     "dora": (UP | {"up.lora_magnitude_vector": torch.ones(12)}, "'up.lora_magnitude_vector' is of a DoRA adapter"),
@@ -143,3 +145,29 @@ def test_a_scale_that_diffusers_hands_to_peft_is_refused(tmp_path):
         run(model, inputs | {"joint_attention_kwargs": {"scale": 0.5}})
     tp_layers.unload_adapter(model, name)
     run(model, inputs | {"joint_attention_kwargs": {"scale": 0.5}})
+
+
+def test_projections_that_diffusers_has_fused_are_adapted_as_they_are_read(tmp_path):
+    model = tp_layers.apply(REGISTERED["FluxTransformer2DModel, fused"].build(), group=ONE)
+    parts = pair_of("transformer.transformer_blocks.0.attn.to_q", 64, 64)
+    with refused(model, "'transformer_blocks.0.attn.to_q' is not read, as the projections are fused in"):
+        tp_layers.load_adapter(model, write(tmp_path / "a.safetensors", parts))
+    fused = pair_of("transformer.transformer_blocks.0.attn.to_qkv", 192, 64)
+    tp_layers.load_adapter(model, write(tmp_path / "b.safetensors", fused))
+    assert len(adapters_of(model)["default_0"]) == 1
+
+
+COMPONENTS = {
+    "second_transformer": (Pair, PAIR, "transformer_2.up"),
+    "peft": (Pair, PAIR, "base_model.model.up"),
+    "ai_toolkit": (Pair, PAIR, "diffusion_model.up"),
+    "default_name": (Pair, PAIR, "up"),
+}
+
+
+@pytest.mark.parametrize(("build", "plan", "path"), COMPONENTS.values(), ids=COMPONENTS)
+def test_what_stands_before_the_path_of_a_layer_may_be_a_component(tmp_path, build, plan, path):
+    model = tp_layers.apply(build(), plan, group=ONE)
+    state = {key.replace("lora_A.", "lora_A.default."): it for key, it in pair_of(path).items()}
+    tp_layers.load_adapter(model, write(tmp_path / "a.safetensors", state))
+    assert len(model.up.adapters) == 1 and model.down.adapters == {}

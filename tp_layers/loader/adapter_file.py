@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..layers.low_rank import LowRank
-from .adapter_keys import Found, Key, component_of, in_peft_keys, loader_of, own_keys
+from .adapter_classes import loader_of
+from .adapter_keys import Found, Key, component_of, in_peft_keys, own_keys
 from .adapter_scale import CONFIG, Config, read_configs
 from .folder import naming
 
@@ -91,12 +92,14 @@ def _layers(
             there = next(key for it in parts.values() if it is not None for key in sorted(it.sources))
             raise ValueError(f"'{path}' lacks lora_{'A' if down is None else 'B'}: there is only '{there}'")
         a, b = down.tensor, up.tensor
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise ValueError(
                 f"'{path}' has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, which are not [r, K] and [N, r] of "
                 f"one r: only LoRA of linear layers is supported"
             )
         if alpha is not None:
+            if alpha.tensor.numel() != 1:
+                raise ValueError(f"the alpha of '{path}' has shape {tuple(alpha.tensor.shape)}: it must be one number")
             scaling = float(alpha.tensor) / a.shape[0]
         else:
             scaling = _scaling(path, sorted(down.sources), stored, configs)
