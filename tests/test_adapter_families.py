@@ -14,6 +14,7 @@ NAMES = {
     "flux2": "Flux2Transformer2DModel",
     "wan": "WanTransformer3DModel, image to video",
     "qwenimage": "QwenImageTransformer2DModel",
+    "t5": "T5EncoderModel",
 }
 labels = pytest.mark.parametrize("label", NAMES.values(), ids=NAMES)
 ways = pytest.mark.parametrize("way", ["load_adapter", "fused_while_loading"])
@@ -32,10 +33,13 @@ def outputs(group, label, heads, files, folder, uneven=False):
     return found, digest(found)
 
 
-def files_for(model, folder):
+def files_for(model, component, folder):
     """Two adapters on every linear layer, of ranks 1 to 16, their files, and the scales."""
     first, second = draw(model, (1, 4, 16)), draw(model, (2,), seed=5)
-    files = [write(folder / "one.safetensors", keys(first)), write(folder / "two.safetensors", keys(second, ""))]
+    files = [
+        write(folder / "one.safetensors", keys(first, component)),
+        write(folder / "two.safetensors", keys(second, "")),
+    ]
     return ((first, 0.5), (second, -0.25)), list(zip(files, (0.5, -0.25), strict=True))
 
 
@@ -47,7 +51,8 @@ SIZES = {"two_ranks": (2, 4, False), "four_ranks": (4, 4, False), "three_uneven_
 @pytest.mark.parametrize(("size", "heads", "uneven"), SIZES.values(), ids=SIZES)
 def test_two_adapters_on_every_linear_layer(ranks, tmp_path, label, way, size, heads, uneven):
     family = REGISTERED[label]
-    adapters, files = files_for(family.build(heads), tmp_path)
+    component = "text_encoder_2." if family.config_class else "transformer."
+    adapters, files = files_for(family.build(heads), component, tmp_path)
     plain = run(family.build(heads), family.inputs())
     wanted = run(fused(family.build(heads), *adapters), family.inputs())
     assert relative_error(plain[0], wanted[0]) > 0.3

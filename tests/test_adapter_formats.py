@@ -32,10 +32,10 @@ def test_half_precision_is_scaled_by_its_alpha_without_a_rounding(tmp_path):
     model, state, _ = made("flux_kohya")
     half = {key: tensor.half() for key, tensor in state.items()}
     found = added(read_adapter(model, write(tmp_path / "lora.safetensors", half)).layers)
-    name = "lora_unet_double_blocks_0_img_attn_proj"
+    name = "lora_unet_double_blocks_0_img_mlp_0"
     factor = float(half[f"{name}.alpha"]) / 4
     exact = factor * half[f"{name}.lora_up.weight"].double() @ half[f"{name}.lora_down.weight"].double()
-    assert relative_error(found["transformer_blocks.0.attn.to_out.0"], exact) < 1e-7
+    assert relative_error(found["transformer_blocks.0.ff.net.0.proj"], exact) < 1e-7
 
 
 # What diffusers' converters leave out: a format, and what its file has beside.

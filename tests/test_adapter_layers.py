@@ -41,9 +41,9 @@ def fuse(linear, adapters):
     """A copy of the full layer with the adapters in its parameters."""
     full = copy.deepcopy(linear)
     with torch.no_grad():
-        for it in adapters:
-            full.weight += it.factor * it.up @ it.down
-            full.bias += it.factor * it.bias
+        for it, factor in zip(adapters, FACTORS, strict=False):
+            full.weight += factor * it.up @ it.down
+            full.bias += factor * it.bias
     return full
 
 
@@ -184,7 +184,7 @@ def test_one_that_is_turned_off_changes_no_bit():
     layer = ColwiseLinear.from_linear(nn.Linear(4, 6))
     x = noise(3, 4)
     plain = layer(x)
-    broken = LowRank(torch.full((2, 4), torch.nan), torch.zeros(6, 2), None, scaling=1.0)
+    broken = LowRank(torch.full((2, 4), torch.nan), torch.zeros(6, 2), torch.full((6,), torch.nan), scaling=1.0)
     attach(layer, "a", replace(broken, scale=0.0))
     assert torch.equal(layer(x), plain)
 
