@@ -50,8 +50,13 @@ def sharded_flux():
 METHODS = {
     "save_pretrained": (lambda model: model.save_pretrained("nowhere"), "tp_layers.save(model, path) on all ranks"),
     "push_to_hub": (lambda model: model.push_to_hub("nobody/nothing"), "tp_layers.save(model, path)"),
-    "add_adapter": (lambda model: model.add_adapter(None), "fuse the adapter before sharding"),
-    "load_lora_adapter": (lambda model: model.load_lora_adapter({}), "fuse the adapter before sharding"),
+    "add_adapter": (lambda model: model.add_adapter(None), "call tp_layers.load_adapter(model, path)"),
+    "load_lora_adapter": (lambda model: model.load_lora_adapter({}), "call tp_layers.load_adapter(model, path)"),
+    "set_adapters": (lambda model: model.set_adapters("a"), "call tp_layers.set_adapters(model, names, scales)"),
+    "disable_lora": (lambda model: model.disable_lora(), "call tp_layers.set_adapters(model, names, scales)"),
+    "fuse_lora": (lambda model: model.fuse_lora(), "adapters=[(path, scale)] to tp_layers.load"),
+    "unload_lora": (lambda model: model.unload_lora(), "call tp_layers.unload_adapter(model, name)"),
+    "delete_adapters": (lambda model: model.delete_adapters("a"), "call tp_layers.unload_adapter(model, name)"),
     "enable_group_offload": (lambda model: model.enable_group_offload(torch.device("cpu")), "cannot be offloaded"),
     "enable_layerwise_casting": (lambda model: model.enable_layerwise_casting(), "load with dtype= instead"),
 }

@@ -1,6 +1,7 @@
 """Tensor-parallel layers for diffusion models: shard a model over ranks, in memory or while its checkpoint is read."""
 
 from . import diffusers as diffusers
+from .adapters import load_adapter, set_adapters, unload_adapter
 from .apply import apply
 from .describe import describe
 from .layers.conv import ColwiseConv, DepthwiseConv, RowwiseConv
@@ -38,10 +39,13 @@ __all__ = [
     "apply",
     "describe",
     "load",
+    "load_adapter",
     "plan_for",
     "register",
     "reload",
     "save",
+    "set_adapters",
+    "unload_adapter",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -27,7 +27,7 @@ from .apply import apply
 from .group import Group
 from .loader.folder import find_folder
 from .loader.hub import OPTIONS
-from .loader.load import load
+from .loader.load import load_model
 
 # On others diffusers shards by code of their own.
 DEVICES = ("cpu", "cuda", "xpu")
@@ -148,7 +148,8 @@ def _load(
 
     folder = agreed(group, find)
     dtype = torch_dtype if dtype is None else dtype
-    model: Any = load(cls, folder, group=group, dtype=dtype, variant=variant)
+    model: Any
+    model, _ = load_model(cls, folder, group=group, dtype=dtype, variant=variant, report=False)
     # The folder may be one in the hub's cache.
     model.register_to_config(_name_or_path=str(path))
     _record(model, parallel_config, mesh, group)

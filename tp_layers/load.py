@@ -32,6 +32,7 @@ def load(
     reduce_dtype: torch.dtype | None = None,
     uneven: bool = False,
     check_inputs: bool = True,
+    adapters: Sequence[tuple[str | Path, float]] | None = None,
     **others: Any,
 ) -> Any:
     """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
@@ -57,6 +58,8 @@ def load(
         report: True returns `(model, LoadReport)`, or `(pipeline, PipelineReport)`.
         mmap: True leaves on disk, mapped into memory, what a rank needs in one run and as it is stored (whole tensors,
             colwise shards); for CPU ranks. It must not be changed or cut short as long as the model lives.
+        adapters: pairs of a path and a scale (see `load_adapter`), LoRA that each rank adds to its shards, in float32
+            and rounded once. They are part of the weights then: a `save` has them, and `reload` replaces them.
         others: components of a pipeline that are there already, such as `vae=vae`.
 
     Raises:
@@ -79,19 +82,26 @@ def load(
         uneven=uneven,
         check_inputs=check_inputs,
     )
-    agreed(ranks, lambda: _refuse_misplaced(model_class, subfolder, components))
+    agreed(ranks, lambda: _refuse_misplaced(model_class, subfolder, components, adapters))
     made: Any
     done: Any
     if is_pipeline(model_class):
         made, done = load_pipeline(model_class, path, Wanted(components, plan or {}, dtype, others), how)
     else:
-        own: dict[str, Any] = dict(plan=plan, dtype=dtype, subfolder=subfolder, report=report, **others)
+        own: dict[str, Any] = dict(
+            plan=plan, dtype=dtype, subfolder=subfolder, report=report, adapters=adapters, **others
+        )
         made, done = load_model(model_class, path, **own, **how)
     return (made, done) if report else made
 
 
-def _refuse_misplaced(model_class: type[Any], subfolder: str | None, components: Sequence[str] | None) -> None:
-    if is_pipeline(model_class) and subfolder is not None:
+def _refuse_misplaced(
+    model_class: type[Any], subfolder: str | None, components: Sequence[str] | None, adapters: Sequence[Any] | None
+) -> None:
+    if not is_pipeline(model_class):
+        if components is not None:
+            raise ValueError(f"components= is for pipelines, this is a {model_class.__name__}")
+    elif subfolder is not None:
         raise ValueError(f"subfolder= is for one component: load its class, or all of {model_class.__name__}")
-    if not is_pipeline(model_class) and components is not None:
-        raise ValueError(f"components= is for pipelines, this is a {model_class.__name__}")
+    elif adapters is not None:
+        raise ValueError("adapters= is for one model: load it with them, and hand it over, as in transformer=model")

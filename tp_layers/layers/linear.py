@@ -16,6 +16,7 @@ from ..group import Group, GroupLike
 from ..kernels.colwise import colwise
 from ..kernels.rowwise import rowwise
 from ..plans.spec import ShardSpec
+from .low_rank import Adaptable, LowRank, add_adapters
 from .options import DEFAULT, Options
 from .sharded import ShardedLayer
 
@@ -31,8 +32,8 @@ def plain_linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-class ShardedLinear(ShardedLayer):
-    """What the two layers share: the same cut of an activation's last dim, and how they print."""
+class ShardedLinear(Adaptable, ShardedLayer):
+    """What the two layers share: the same cut of an activation's last dim, adapters by name, and how they print."""
 
     in_features: int
     out_features: int
@@ -40,6 +41,7 @@ class ShardedLinear(ShardedLayer):
     def __init__(self, linear: nn.Linear, spec: ShardSpec, group: Group, options: Options) -> None:
         super().__init__(plain_linear(linear), spec, group, options)
         self.features = replace(spec, dim=-1)
+        self.adapters: dict[str, LowRank] = {}
 
     def extra_repr(self) -> str:
         """As `nn.Linear` prints itself, with the place of the shard."""
@@ -92,6 +94,7 @@ class ColwiseLinear(ShardedLinear):
         self.check_in_place()
         x, backend = replicate(x, self.group) if self.sums_gradient else x, self.options.backend
         y = colwise(x, self.weight, self.bias, ranges=self.ranges, backend=backend)
+        y = add_adapters(y, x, self.adapters)
         return all_gather(y, self.group, self.features) if self.gather else y
 
 
@@ -167,6 +170,7 @@ class RowwiseLinear(ShardedLinear):
             out_dtype=wide,
             backend=options.backend,
         )
+        y = add_adapters(y, x, self.adapters, add_bias=group.rank == 0)
         y = all_reduce(y, group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 

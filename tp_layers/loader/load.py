@@ -1,7 +1,7 @@
 """A sharded model straight from its checkpoint; no rank ever holds, or reads, a full planned parameter."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +19,7 @@ from ..plans.shard import shard_model, watch_gradients
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
+from .fuse_adapters import ToFuse, adapters_to_fuse, fuse_adapters
 from .keys import check_keys
 from .parts import Parts
 from .pretrained import describe_pretrained, is_pretrained, name_model
@@ -44,6 +45,7 @@ class _Prepared(NamedTuple):
     model: nn.Module
     resolved: Resolved
     parts: Parts
+    fused: ToFuse
     options: Options
     place: torch.device
     common: str
@@ -67,6 +69,7 @@ def load_model(
     uneven: bool = False,
     check_inputs: bool = True,
     report: bool = True,
+    adapters: Sequence[tuple[str | Path, float]] | None = None,
     **refused: Any,
 ) -> tuple[Model, LoadReport]:
     """The sharded model of a checkpoint, and what this rank did; see `tp_layers.load`.
@@ -89,17 +92,20 @@ def load_model(
         resolved = resolve(model, chosen, group.size, check=check, uneven=uneven)
         refuse_planned(model, resolved)
         parts = needed_parts(sources, resolved.specs, group)
-        common = fingerprint(model, resolved, [options.common, *contents(sources)])
-        return _Prepared(model, resolved, parts, options, place, common)
+        fused = adapters_to_fuse(adapters or (), model, resolved.specs, group)
+        common = fingerprint(model, resolved, [options.common, *contents(sources), *fused.facts])
+        return _Prepared(model, resolved, parts, fused, options, place, common)
 
     with meter.phase("preparing"):
-        model, resolved, parts, options, place, _ = agreed(group, prepare, lambda found: found.common)
+        model, resolved, parts, fused, options, place, _ = agreed(group, prepare, lambda found: found.common)
         shard_model(model, resolved, group, options)
     with meter.phase("allocating"):
         parts = agreed(group, lambda: allocate(model, parts, place, mmap))
     jobs, alarm = jobs_of(model, parts), Alarm(group)
     with meter.phase("reading"):
         requested = agreed(group, lambda: fill(jobs, group, alarm, meter), alarm=alarm)
+    if fused.layers:
+        agreed(group, lambda: fuse_adapters(model, fused.layers))
     require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
     if check_inputs:

@@ -1,12 +1,14 @@
 """`save`: the checkpoint of a sharded model, an ordinary one or one file of shards for each rank."""
 
 import hashlib
+import logging
 import re
 from pathlib import Path
 
 from torch import nn
 
 from ..agree import agreed
+from ..layers.low_rank import adapters_of
 from ..plans.shard import Sharding
 from .checked import require_one_checkpoint, require_unchanged, sharding_to_use
 from .lock import SaveLock
@@ -15,6 +17,7 @@ from .target import check_target, config_files
 from .whole import save_whole
 from .write import NAMES, Stored, by_width
 
+logger = logging.getLogger(__name__)
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -31,6 +34,8 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
     A checkpoint of the same model that is there is replaced in one step, once the new one is complete: if the save
     fails, or its processes are killed, the folder holds either of them whole. Over an ordinary checkpoint, several
     files have eight digits of this save in their names; the index says which they are.
+
+    Adapters that were loaded beside the weights (`load_adapter`) are not saved; a warning says so.
 
     Args:
         model: sharded by `apply` or `load`.
@@ -64,6 +69,8 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
             check_target(model, folder, configs, sharded=sharded)
         return files, configs
 
+    if adapters := list(adapters_of(model)):
+        logger.warning("saving the model without its adapters %s, which are no part of its weights", adapters)
     with lock:
         files, configs = agreed(group, prepare, lambda found: _digest(sharded, found[0]))
         if sharded:

@@ -143,7 +143,10 @@ class Refusal:
         )
 
 
-_ADAPTER = ("have an adapter added", "its layers would stay unsharded; fuse the adapter before sharding")
+_ADAPTER = ("have an adapter added by PEFT, whose layers would stay whole", "call tp_layers.load_adapter(model, path)")
+_CHOSEN = ("choose among adapters of PEFT", "call tp_layers.set_adapters(model, names, scales)")
+_FUSED = ("have adapters of PEFT fused", "pass adapters=[(path, scale)] to tp_layers.load")
+_UNLOADED = ("have adapters of PEFT removed", "call tp_layers.unload_adapter(model, name)")
 _OFFLOAD = ("be offloaded", OFFLOAD_HINT)
 REFUSED = {
     "save_pretrained": ("be saved by each rank", "call tp_layers.save(model, path) on all ranks"),
@@ -151,6 +154,16 @@ REFUSED = {
     "add_adapter": _ADAPTER,
     "load_lora_adapter": _ADAPTER,
     "load_adapter": _ADAPTER,
+    "set_adapter": _CHOSEN,
+    "set_adapters": _CHOSEN,
+    "enable_adapters": _CHOSEN,
+    "disable_adapters": _CHOSEN,
+    "enable_lora": _CHOSEN,
+    "disable_lora": _CHOSEN,
+    "fuse_lora": _FUSED,
+    "unfuse_lora": _FUSED,
+    "unload_lora": _UNLOADED,
+    "delete_adapters": _UNLOADED,
     "fuse_qkv_projections": ("have its projections fused", "fuse them before sharding"),
     "enable_group_offload": _OFFLOAD,
     "enable_layerwise_casting": (
