@@ -13,7 +13,7 @@ from .layers.options import Options
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
-from .plans.shard import shard_model, watch_gradients
+from .plans.shard import fuse_model, shard_model, watch_gradients
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,6 +29,7 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     copy: bool = True,
     uneven: bool = False,
+    fuse: bool | None = None,
 ) -> Model:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
@@ -45,6 +46,9 @@ def apply(
             inference on one rank, experiments, and weights in memory that the ranks share.
         uneven: True accepts sizes that do not divide head counts and widths: ranks then hold unequal numbers of whole
             heads (10, 10, 9 and 9 of 38), the first ranks more.
+        fuse: True computes blocks of diffusers in fewer passes: activations within the projections before them, one
+            GEMM for projections of one input, attention and MLP outputs without a cat (see `plans/fuse.py`). What is
+            left as it is, a note says. None: where that is faster (`kernels.measured.FUSED`), on CUDA.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
@@ -54,7 +58,7 @@ def apply(
     group = Group.of(group)
 
     def prepare() -> tuple[Resolved, Options, str]:
-        options = Options(backend, reduce_dtype, copy)
+        options = Options(backend, reduce_dtype, copy, fuse)
         # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
         refuse(model)
         resolved = resolve(model, plan_for(model) if plan is None else plan, group.size, check=check, uneven=uneven)
@@ -65,7 +69,7 @@ def apply(
     require_equal(dict(model.named_parameters()), group)
     shard_model(model, resolved, group, options)
     watch_gradients(model, resolved, group)
-    for note in resolved.notes:
+    for note in fuse_model(model, options):
         logger.warning("%s", note)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)
     return model

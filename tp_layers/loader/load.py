@@ -14,7 +14,7 @@ from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
-from ..plans.shard import shard_model, watch_gradients
+from ..plans.shard import fuse_model, shard_model, watch_gradients
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
@@ -65,6 +65,7 @@ def load(
     backend: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     uneven: bool = False,
+    fuse: bool | None = None,
     **refused: Any,
 ) -> Any:
     """Reads this rank's shards of a diffusers or transformers checkpoint and returns the sharded model, in eval mode.
@@ -74,7 +75,7 @@ def load(
             `T5EncoderModel`.
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded.
-        plan, group, backend, reduce_dtype, uneven: as in `apply`.
+        plan, group, backend, reduce_dtype, uneven, fuse: as in `apply`.
         dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
             float32). None: each stays as it is stored.
         device: where the shards go. None: the group's device (the current accelerator; the CPU under gloo).
@@ -98,7 +99,7 @@ def load(
         _refuse_arguments(refused)
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-        options, place = Options(backend, reduce_dtype), _place(group.device if device is None else device)
+        options, place = Options(backend, reduce_dtype, fuse=fuse), _place(group.device if device is None else device)
         if mmap and place.type != "cpu":
             raise ValueError(f"mmap=True maps weights into CPU memory, not onto {place}: drop it")
         meter.watch(place, peak=report)
@@ -122,7 +123,7 @@ def load(
     require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
     name_model(model, path)
-    for note in resolved.notes:
+    for note in fuse_model(model, options):
         logger.warning("%s", note)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
