@@ -1,7 +1,7 @@
 """What modules of diffusers do, in fewer passes: forwards and an attention processor in place of their own.
 
-A module keeps its class, its children and their names. Its activation stays as it is, for code that sets another
-processor, but is not called.
+All keep their children, and the children's names. Activations stay where they are, for code that sets another
+processor, but are not called.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,36 @@ SWIGLU_FIRST = Gated("silu", gate_first=True)
 GELU_TANH = Activation("gelu_tanh")
 
 
-class Forward:
-    """`function(module, *more, ...)` as the forward of one module; of the copy, when the module is copied."""
+class FusedProjection(nn.Module):
+    """The first layer of diffusers' `FeedForward` (GELU, GEGLU, SwiGLU, LinearActivation)."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module, *more: Any) -> None:
-        self.function, self.module, self.more = function, module, more
+    proj: nn.Module
+    epilogue: Activation | Gated
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[.., K]` -> `[.., N / size]`."""
+        return self.proj(hidden_states, self.epilogue)
+
+
+class FusedSwiGLU(nn.Module):
+    """FLUX.2's `Flux2FeedForward`, and FLUX.3's."""
+
+    linear_in: nn.Module
+    linear_out: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[.., K]` -> `[.., K]`."""
+        return self.linear_out(self.linear_in(x, SWIGLU_FIRST))
+
+
+class Forward:
+    """`function(module, ...)` as the forward of one module, whose class stays; of its copy, when it is copied."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.function, self.module = function, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.module, *self.more, *args, **kwargs)
-
-
-def projection(module: Any, epilogue: Activation | Gated, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The first layer of a `FeedForward` (GELU, GEGLU, SwiGLU, LinearActivation), `[.., K]` -> `[.., N / size]`."""
-    return module.proj(hidden_states, epilogue)
-
-
-def swiglu_feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """FLUX.2's MLP, `[.., K]` -> `[.., K]`."""
-    return module.linear_out(module.linear_in(x, SWIGLU_FIRST))
+        return self.function(self.module, *args, **kwargs)
 
 
 def single_block(

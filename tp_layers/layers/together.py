@@ -1,17 +1,17 @@
 """Colwise layers that take the same input, as one GEMM: q, k and v, and the MLP beside them.
 
-Their parameters stay, with their names, as views of one buffer. Within a call of the module that they belong to, the
-first of them that is called computes all; the others return their part if they are called with that very tensor,
-unchanged. In any other case each computes its own: where something may be differentiated, where a layer has an adapter,
+Their parameters stay, with their names, as views of one buffer. The first of them that is called with a tensor
+computes all; the others return their part if they are called with that very tensor, unchanged, within the same call of
+the model. In any other case each computes its own: where something may be differentiated, where a layer has an adapter,
 under torch.compile, which cannot see where parameters lie, and in inference mode, in which changes are not counted.
 
-Nothing is kept between calls, and no joined weight either: where the parameters lie is looked at in each call. If they
+Nothing is kept between calls, and no joined weight either: where the parameters lie is looked at each time. If they
 were moved (by `.to()`, a copy of the model, `load_state_dict(assign=True)`), each to memory of its own, they are joined
 again; if they are part of something else (a mapped file), they stay there, and the layers compute separately.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,49 +27,53 @@ if TYPE_CHECKING:
 NAMES = ("weight", "bias")
 
 
+class Call:
+    """Whether the model is being called, and the groups of layers that forget that when it ends."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.groups: list[Together] = []
+
+    def set(self, open_: bool) -> None:
+        """A call of the model begins, or ends."""
+        self.open = open_
+        for group in self.groups:
+            group.forget()
+
+
 class Together:
-    """What the layers know of each other within one call of their module.
+    """What the layers know of each other within one call of the model.
 
     `epilogues`: what each layer is called with, an `Activation` or None.
     """
 
-    def __init__(self, layers: Sequence["ColwiseLinear"], epilogues: Sequence[Activation | None]) -> None:
-        self.layers, self.epilogues = list(layers), list(epilogues)
-        ends = [0]
-        for layer in layers:
-            ends.append(ends[-1] + layer.local)
-        self.rows = list(pairwise(ends))
-        self.ready = False
+    def __init__(self, call: Call, layers: Sequence["ColwiseLinear"], epilogues: Sequence[Activation | None]) -> None:
+        self.call, self.layers, self.epilogues = call, list(layers), list(epilogues)
+        self.rows = list(pairwise(accumulate((layer.local for layer in layers), initial=0)))
         self.x: torch.Tensor | None = None
         self.version = -1
         self.outputs: list[torch.Tensor | None] = []
 
     def take(self, layer: "ColwiseLinear", x: torch.Tensor, epilogue: Any) -> torch.Tensor | None:
         """The layer's output for `x`; None if it has to compute that itself."""
-        if torch.compiler.is_compiling() or not (self.ready or self.outputs):
+        if torch.compiler.is_compiling() or not self.call.open:
             return None
         place = self.layers.index(layer)
         if epilogue != self.epilogues[place]:
             return None
-        if self.ready:
-            self.ready = False
+        if x is not self.x or x._version != self.version:
             if not self._can(x):
                 return None
             self.x, self.version, self.outputs = x, x._version, list(self._compute(x))
-        elif x is not self.x or x._version != self.version:
-            return None
         # Once: whoever asks again gets a tensor of its own, as the first may have been changed.
         y, self.outputs[place] = self.outputs[place], None
+        if all(output is None for output in self.outputs):
+            self.forget()
         return y
 
-    def open(self) -> None:
-        """A call of the module begins."""
-        self.close()
-        self.ready = True
-
-    def close(self) -> None:
-        """Forgets the call."""
-        self.ready, self.x, self.outputs = False, None, []
+    def forget(self) -> None:
+        """Lets go of input and outputs."""
+        self.x, self.outputs = None, []
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The layers' weights, or their biases if they have them."""
@@ -138,35 +142,32 @@ def are_adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-class _Open:
-    """The hook before a call of the module."""
+class _Set:
+    """The hook before a call of the model, or after it, even if it raises."""
 
-    def __init__(self, together: Together) -> None:
-        self.together = together
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.together.open()
-
-
-class _Close:
-    """The hook after it, even if it raises."""
-
-    def __init__(self, together: Together) -> None:
-        self.together = together
+    def __init__(self, call: Call, open_: bool) -> None:
+        self.call, self.open = call, open_
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.together.close()
+            self.call.set(self.open)
 
 
-def compute_together(
-    module: nn.Module, layers: Sequence["ColwiseLinear"], epilogues: Sequence[Activation | None]
-) -> None:
-    """From now on `layers`, which are called within `module`, are computed at once where they take the same input."""
-    together = Together(layers, epilogues)
+def compute_together(call: Call, layers: Sequence["ColwiseLinear"], epilogues: Sequence[Activation | None]) -> None:
+    """From now on `layers` are computed at once where they take the same input, within a `call`."""
+    together = Together(call, layers, epilogues)
     together.join()
     for layer in layers:
         layer.together = together
-    module.register_forward_pre_hook(_Open(together))
-    module.register_forward_hook(_Close(together), always_call=True)
+    call.groups.append(together)
+
+
+def watch_call(model: nn.Module, call: Call) -> None:
+    """Has `call` know when the model is called.
+
+    Its hooks are on the model, not on each attention: torch.compile would compile every block by itself, as hooks have
+    numbers.
+    """
+    if call.groups:
+        model.register_forward_pre_hook(_Set(call, True))
+        model.register_forward_hook(_Set(call, False), always_call=True)

@@ -20,12 +20,11 @@ from torch import nn
 
 from ..group import Group
 from ..kernels.backend import fuses
-from ..layers import fused
 from ..layers.epilogue import Activation, Gated
-from ..layers.fused import GELU_TANH, Forward, ParallelSelfAttention
+from ..layers.fused import GELU_TANH, Forward, FusedProjection, FusedSwiGLU, ParallelSelfAttention, single_block
 from ..layers.linear import ColwiseLinear, RowwiseLinear
 from ..layers.options import Options
-from ..layers.together import compute_together
+from ..layers.together import Call, compute_together, watch_call
 from .lint import pattern
 
 # Of the sources that `layers/fused.py` does the same as: FLUX.1's single block (LongCat-Image has a copy of it), and
@@ -62,10 +61,11 @@ def fuse_blocks(model: nn.Module, group: Group, options: Options) -> list[str]:
     """
     devices = {group.device.type, *(parameter.device.type for parameter in model.parameters())}
     wanted = any(map(fuses, devices)) if options.fuse is None else options.fuse
-    notes = {}
+    notes, call = {}, Call()
     for path, module in list(model.named_modules()) if wanted else []:
-        for reason in filter(None, (fuse(module) for fuse in _KINDS)):
+        for reason in filter(None, (fuse(module, call) for fuse in _KINDS)):
             notes[f"'{pattern(path)}' is not fused: {reason}"] = True
+    watch_call(model, call)
     return list(notes)
 
 
@@ -102,21 +102,23 @@ def _activation(module: Any) -> Activation | Gated | None:
     return None
 
 
-def _fuse_projection(module: Any) -> str | None:
+def _fuse_projection(module: Any, call: Call) -> str | None:
     epilogue = _activation(module)
     if epilogue is None or not _colwise(module.proj, 2 if isinstance(epilogue, Gated) else 1):
         return None
-    return _replace_forward(module, fused.projection, epilogue)
+    reason = _become(module, FusedProjection)
+    module.epilogue = epilogue
+    return reason
 
 
-def _fuse_swiglu(module: Any) -> str | None:
+def _fuse_swiglu(module: Any, call: Call) -> str | None:
     name = SWIGLU.get(_name(module))
     if name is None or _name(module.act_fn) != name or not _colwise(module.linear_in, 2):
         return None
-    return _replace_forward(module, fused.swiglu_feed_forward)
+    return _become(module, FusedSwiGLU)
 
 
-def _fuse_single_block(module: Any) -> str | None:
+def _fuse_single_block(module: Any, call: Call) -> str | None:
     if not _name(module).endswith("SingleTransformerBlock"):
         return None
     if digest(type(module).forward) != SINGLE_BLOCK:
@@ -124,18 +126,20 @@ def _fuse_single_block(module: Any) -> str | None:
     gelu = type(module.act_mlp) is nn.GELU and module.act_mlp.approximate == "tanh"
     if not gelu or not _colwise(module.proj_mlp, 1) or not _takes_two(module.proj_out):
         return None
-    reason = _replace_forward(module, fused.single_block)
-    if reason is None:
-        layers = [module.attn._modules.get(name) for name in next(iter(_same_input(module.attn)), ())]
-        _join(module, [*layers, module.proj_mlp], [*(None for _ in layers), GELU_TANH])
-    return reason
+    if "forward" in vars(module):
+        return _OWN_FORWARD
+    # Its class stays: step caches and compile_repeated_blocks go by it.
+    module.__dict__["forward"] = Forward(single_block, module)
+    layers = [module.attn._modules.get(name) for name in next(iter(_same_input(module.attn)), ())]
+    _join(call, [*layers, module.proj_mlp], [*(None for _ in layers), GELU_TANH])
+    return None
 
 
 def _takes_two(layer: Any) -> bool:
     return isinstance(layer, RowwiseLinear) and not layer.split_input and len(layer.parts) == 2
 
 
-def _fuse_parallel(module: Any) -> str | None:
+def _fuse_parallel(module: Any, call: Call) -> str | None:
     if _name(module) != "Flux2ParallelSelfAttention":
         return None
     gated = module.mlp_mult_factor == 2 and _name(module.mlp_act_fn) == "Flux2SwiGLU"
@@ -153,10 +157,10 @@ def _fuse_parallel(module: Any) -> str | None:
     return None
 
 
-def _fuse_attention(module: Any) -> str | None:
+def _fuse_attention(module: Any, call: Call) -> str | None:
     for names in _same_input(module):
         layers = [module._modules.get(name) for name in names]
-        _join(module, layers, [None] * len(layers))
+        _join(call, layers, [None] * len(layers))
     return None
 
 
@@ -174,22 +178,22 @@ def _same_input(module: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _join(module: nn.Module, layers: Sequence[Any], epilogues: Sequence[Activation | None]) -> None:
-    """Has `layers` of `module` computed together, if they can be."""
+def _join(call: Call, layers: Sequence[Any], epilogues: Sequence[Activation | None]) -> None:
+    """Has `layers` computed together, if they can be."""
     alike = all(_colwise(layer, 1) and layer.ranges is None and layer.together is None for layer in layers)
     if (
         alike
         and len(layers) > 1
         and len({(layer.in_features, layer.bias is None, layer.options) for layer in layers}) == 1
     ):
-        compute_together(module, layers, epilogues)
+        compute_together(call, layers, epilogues)
 
 
-def _replace_forward(module: nn.Module, function: Callable[..., Any], *more: Any) -> str | None:
+def _become(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if "forward" in vars(module):
         return _OWN_FORWARD
-    # The class stays: step caches and compile_repeated_blocks go by it.
-    module.__dict__["forward"] = Forward(function, module, *more)
+    # As it is, with its hooks. A forward of its own would be guarded by torch.compile, in each block by itself.
+    module.__class__ = kind
     return None
 
 
