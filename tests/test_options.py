@@ -143,8 +143,12 @@ def test_the_backend_reaches_the_layers(ranks):
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
-    [({"backend": "cuda"}, "must be one of auto, triton, torch"), ({"reduce_dtype": torch.int32}, "floating-point")],
-    ids=["unknown backend", "integer reduction"],
+    [
+        ({"backend": "cuda"}, "must be one of auto, triton, torch"),
+        ({"reduce_dtype": torch.int32}, "floating-point"),
+        ({"fuse": "yes"}, "fuse must be True, False, or None"),
+    ],
+    ids=["unknown backend", "integer reduction", "fuse in words"],
 )
 def test_bad_options_are_refused_before_anything_is_touched(keywords, message, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

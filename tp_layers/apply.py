@@ -34,6 +34,7 @@ def apply(  # type: ignore[misc]
     copy: bool = True,
     uneven: bool = False,
     check_inputs: bool = True,
+    fuse: bool | None = None,
 ) -> Any:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
@@ -58,13 +59,16 @@ def apply(  # type: ignore[misc]
         uneven: True accepts sizes that do not divide head counts and widths: ranks then hold unequal numbers of whole
             heads (10, 10, 9 and 9 of 38), the first ranks more.
         check_inputs: False leaves out the comparison of the ranks' inputs that is made in the first forward.
+        fuse: True computes blocks of diffusers in fewer passes: activations within the projections before them, one
+            GEMM for projections of one input, attention and MLP outputs without a cat (see `plans/fuse.py`). What is
+            left as it is, a note says. None: where that is faster (`kernels.measured.FUSED`), on CUDA.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
             (see `refuse`, `refuse_context`, `refuse_planned`), the ranks hold different models, plans or weights, or
             another rank raises. The model, or pipeline, is as it was.
     """
-    group, how = Group.of(group), How(check, backend, reduce_dtype, copy, uneven, check_inputs)
+    group, how = Group.of(group), How(check, backend, reduce_dtype, copy, uneven, check_inputs, fuse)
     if is_pipeline(model):
         return apply_pipeline(model, plan, components, group, how)
     if components is not None:

@@ -15,7 +15,7 @@ from .plans.context import refuse_context
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
-from .plans.shard import shard_model, watch_gradients
+from .plans.shard import fuse_model, shard_model, watch_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class How(NamedTuple):
     copy: bool = True
     uneven: bool = False
     check_inputs: bool = True
+    fuse: bool | None = None
 
 
 class Prepared(NamedTuple):
@@ -46,7 +47,7 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
     Raises:
         ValueError: see `apply`.
     """
-    options = Options(how.backend, how.reduce_dtype, how.copy)
+    options = Options(how.backend, how.reduce_dtype, how.copy, how.fuse)
     # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
     refuse(model)
     refuse_context(model, group)
@@ -68,6 +69,6 @@ def carry_out(prepared: Prepared, group: Group, how: How) -> None:
     watch_gradients(model, resolved, group)
     if how.check_inputs:
         check_first_inputs(model, group)
-    for note in resolved.notes:
+    for note in fuse_model(model, options):
         logger.warning("%s", note)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)

@@ -32,6 +32,7 @@ def load(
     reduce_dtype: torch.dtype | None = None,
     uneven: bool = False,
     check_inputs: bool = True,
+    fuse: bool | None = None,
     adapters: Sequence[tuple[str | Path, float]] | None = None,
     **others: Any,
 ) -> Any:
@@ -46,7 +47,7 @@ def load(
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded. Of a pipeline, one that has a
             `model_index.json`.
-        plan, group, components, backend, reduce_dtype, uneven, check_inputs: as in `apply`.
+        plan, group, components, backend, reduce_dtype, uneven, check_inputs, fuse: as in `apply`.
         dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
             float32). None: each stays as it is stored. Of a pipeline also names of components to dtypes, "default" for
             the others, as diffusers takes them.
@@ -81,6 +82,7 @@ def load(
         reduce_dtype=reduce_dtype,
         uneven=uneven,
         check_inputs=check_inputs,
+        fuse=fuse,
     )
     agreed(ranks, lambda: _refuse_misplaced(model_class, subfolder, components, adapters))
     made: Any

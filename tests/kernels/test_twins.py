@@ -58,6 +58,26 @@ def test_rows_and_columns_of_a_full_weight():
     assert torch.equal(halves, F.silu(pair[0]) * pair[1])
 
 
+@pytest.mark.parametrize("rows", [[(0, 3), (3, 12)], [(2, 4), (4, 9)], [(4, 6)]], ids=["all", "some", "one"])
+@pytest.mark.parametrize("activations", [None, "gelu"])
+def test_rows_that_follow_each_other_are_one_gemm_and_its_views(rows, activations):
+    x, weight, bias = (tensor.mul(4).round() for tensor in layer())
+    names = None if activations is None else [None] * (len(rows) - 1) + [activations]
+    ys = colwise_blocks(x, weight, bias, ranges=rows, activations=names, contiguous=False)
+    for y, (start, stop), name in zip(ys, rows, names or [None] * len(rows), strict=True):
+        wanted = F.linear(x, weight[start:stop], bias[start:stop])
+        # GELU's last bits depend on strides.
+        assert torch.equal(y, wanted) if name is None else torch.allclose(y, F.gelu(wanted), rtol=1e-5, atol=1e-5)
+    if names is None:
+        storage = ys[0].untyped_storage()
+        assert {y.untyped_storage().data_ptr() for y in ys} == {storage.data_ptr()}
+        assert storage.nbytes() == 4 * 15 * (rows[-1][1] - rows[0][0])
+    apart = colwise_blocks(x, weight, bias, ranges=[(4, 6), (0, 2)], contiguous=False)
+    assert torch.equal(apart[1], F.linear(x, weight[:2], bias[:2]))
+    gate, up = F.linear(x, weight[2:8], bias[2:8]).chunk(2, -1)
+    assert torch.equal(gated_colwise(x, weight, bias, ranges=[(2, 5), (5, 8)]), F.silu(gate) * up)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 def test_the_callers_buffer_is_written_in_place_and_nothing_beside_it(with_bias, dtype):

@@ -138,6 +138,11 @@ def choose(operation: str, x: torch.Tensor, backend: str | None = None) -> str:
     return found[configs.shape_class(x.numel() // max(x.shape[-1], 1))]
 
 
+def fuses(device: str) -> bool:
+    """Whether blocks are fused by default on a kind of device: "cpu", "cuda"."""
+    return measured.FUSED.get(device, False)
+
+
 def choices(architecture: str) -> list[Choice]:
     """What "auto" takes on an architecture of `configs.ARCHITECTURES`, for every operation, shape class and dtype."""
     return [

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from . import backend as backends
 from . import ops
 from .autograd import Twin
-from .contract import Ranges, cast, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, cast, check_linear, check_ranges, in_one_run, in_turn, needs_grad
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -81,12 +81,21 @@ def colwise_blocks(
     ranges: Ranges,
     activations: Activations | None = None,
     backend: str | None = None,
+    contiguous: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """As `colwise`, but each block's output is a contiguous tensor of its own."""
+    """As `colwise`, but a tensor for each block: contiguous, or (False) a column view of one output where that is free.
+
+    Without activations, the views are of a bare GEMM, for which "auto" takes the backend that it takes for one.
+    """
     rows, acts = _blocks(weight, ranges, activations)
+    run = in_one_run(rows)
+    if run is not None and not contiguous and not any(acts):
+        y = colwise(x, *_rows_of(weight, bias, *run), backend=backend)
+        return y.split([stop - start for start, stop in rows], -1)
 
     def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return tuple(y.contiguous() for y in _torch(x, weight, bias, rows, acts))
+        ys = _torch(x, weight, bias, rows, acts)
+        return tuple(y.contiguous() for y in ys) if contiguous else tuple(ys)
 
     if backends.choose("packed_colwise", x, backend) == "torch":
         return twin(x, weight, bias)
@@ -123,15 +132,24 @@ def _arguments(
 def _torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Rows, activations: Activations
 ) -> list[torch.Tensor]:
-    """The blocks' outputs; views of one projection where the blocks are all of the weight's rows in turn."""
-    if in_turn(rows, weight.shape[0]):
-        ys = [colwise_reference(x, weight, bias)]
-        if len(rows) > 1 or any(activations):
+    """The blocks' outputs; views of one projection where the blocks are rows of the weight in turn."""
+    run = in_one_run(rows)
+    if run is not None:
+        ys = [colwise_reference(x, *_rows_of(weight, bias, *run))]
+        if len(rows) > 1:
             ys = list(ys[0].split([stop - start for start, stop in rows], -1))
     else:
-        cut = [(weight[start:stop], None if bias is None else bias[start:stop]) for start, stop in rows]
-        ys = [colwise_reference(x, *block) for block in cut]
+        ys = [colwise_reference(x, *_rows_of(weight, bias, *row)) for row in rows]
     return [y if name is None else ACTIVATIONS[name](y) for y, name in zip(ys, activations, strict=True)]
+
+
+def _rows_of(
+    weight: torch.Tensor, bias: torch.Tensor | None, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of weight and bias, as views; themselves where that is all of them."""
+    if stop - start == weight.shape[0]:
+        return weight, bias
+    return weight[start:stop], None if bias is None else bias[start:stop]
 
 
 def colwise_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

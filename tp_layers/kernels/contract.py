@@ -45,6 +45,13 @@ def in_turn(pairs: Sequence[tuple[int, int]], length: int) -> bool:
     return end == length
 
 
+def in_one_run(pairs: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """(start, stop) of the ranges one after the other, if they follow each other without a gap."""
+    start = pairs[0][0]
+    follow = in_turn([(first - start, last - start) for first, last in pairs], pairs[-1][1] - start)
+    return (start, pairs[-1][1]) if follow else None
+
+
 def cast(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A bias in the dtype that `F.linear` asks for; Tensor.to alone costs a quarter of a small F.linear on the host."""
     return bias if bias is None or bias.dtype == dtype else bias.to(dtype)

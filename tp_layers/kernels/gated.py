@@ -16,7 +16,7 @@ from . import backend as backends
 from . import ops
 from .autograd import Twin
 from .colwise import ACTIVATIONS, colwise_reference
-from .contract import Ranges, check_linear, check_ranges, in_turn, needs_grad
+from .contract import Ranges, check_linear, check_ranges, in_one_run, needs_grad
 
 
 def gated_colwise(
@@ -50,8 +50,11 @@ def gated_colwise(
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
 
     def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if in_turn(rows, weight.shape[0]):
-            return gated_reference(x, weight, bias, activation, gate_first)
+        run = in_one_run(rows)
+        if run is not None:
+            start, stop = run
+            bias = None if bias is None else bias[start:stop]
+            return gated_reference(x, weight[start:stop], bias, activation, gate_first)
         weight = torch.cat([weight[start:stop] for start, stop in rows])
         bias = None if bias is None else torch.cat([bias[start:stop] for start, stop in rows])
         return gated_reference(x, weight, bias, activation, gate_first)

@@ -6,3 +6,6 @@ Empty until measured.
 """
 
 FASTER: dict[tuple[str, str, str, str], str] = {}
+
+# Whether fused blocks are the faster ones, by kind of device.
+FUSED: dict[str, bool] = {"cpu": False, "cuda": True}

@@ -7,6 +7,7 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,11 @@ from ..group import Group, GroupLike
 from ..kernels.colwise import colwise
 from ..kernels.rowwise import rowwise
 from ..plans.spec import ShardSpec
+from .epilogue import Epilogue
 from .low_rank import Adaptable, LowRank, add_adapters
 from .options import DEFAULT, Options
 from .sharded import ShardedLayer
+from .together import Together
 
 
 def plain_linear(module: nn.Module) -> nn.Linear:
@@ -58,6 +61,8 @@ class ColwiseLinear(ShardedLinear):
 
     # False within a module whose inputs' gradients are summed where they enter it.
     sums_gradient = True
+    # Other layers that take the same input, see `together.py`.
+    together: Together | None = None
 
     def __init__(
         self, linear: nn.Linear, spec: ShardSpec, group: Group, gather: bool = False, options: Options = DEFAULT
@@ -89,13 +94,24 @@ class ColwiseLinear(ShardedLinear):
         spec = ShardSpec.of(0, linear.weight.shape[0], blocks, granules)
         return cls(linear, spec, Group.of(group), gather, options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [.., K]` -> `[.., out_features]`."""
+    def forward(self, x: torch.Tensor, epilogue: Epilogue | None = None) -> Any:
+        """`x [.., K]` -> `[.., out_features]`, or what the caller's `epilogue` makes of it."""
         self.check_in_place()
+        if self.together is not None:
+            y = self.together.take(self, x, epilogue)
+            if y is not None:
+                return y
         x, backend = replicate(x, self.group) if self.sums_gradient else x, self.options.backend
+        if epilogue is not None and not (self.gather or self.adapters):
+            return epilogue.project(x, self.weight, self.bias, self.parts, backend)
         y = colwise(x, self.weight, self.bias, ranges=self.ranges, backend=backend)
         y = add_adapters(y, x, self.adapters)
-        return all_gather(y, self.group, self.features) if self.gather else y
+        y = all_gather(y, self.group, self.features) if self.gather else y
+        return y if epilogue is None else epilogue.after(y, self.parts)
+
+    def extra_repr(self) -> str:
+        """As that of all sharded layers, and whether it is computed with others."""
+        return super().extra_repr() + ("" if self.together is None else ", in one GEMM with others of the same input")
 
 
 class RowwiseLinear(ShardedLinear):

@@ -10,29 +10,32 @@ from ..kernels.backend import requested
 
 @dataclass(frozen=True)
 class Options:
-    """The three of them; a field left out changes nothing.
+    """The four of them; a field left out changes nothing.
 
     `backend`: "auto", "triton" or "torch" (None: the process's default). `reduce_dtype`: of partial sums while they are
     reduced (None, or one narrower than theirs: their own). `copy`: False leaves full weights in place, and each rank
-    reads its part of them.
+    reads its part of them. `fuse`: whether blocks are fused (see `plans/fuse.py`); None: where that is faster.
 
     Raises:
-        ValueError: the backend is unknown, or `reduce_dtype` is not a floating-point dtype.
+        ValueError: the backend is unknown, `reduce_dtype` is not a floating-point dtype, or `fuse` is neither.
     """
 
     backend: str | None = None
     reduce_dtype: torch.dtype | None = None
     copy: bool = True
+    fuse: bool | None = None
 
     def __post_init__(self) -> None:
         requested(self.backend)
         dtype = self.reduce_dtype
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"reduce_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
+        if self.fuse not in (None, True, False):
+            raise ValueError(f"fuse must be True, False, or None for where it is faster, got {self.fuse!r}")
 
     @property
     def common(self) -> str:
-        """What all ranks must have alike: a collective needs one dtype. Backends may differ."""
+        """What all ranks must have alike: a collective needs one dtype. Backends may differ, and what is fused."""
         return f"reduced in {self.reduce_dtype}"
 
 

@@ -18,7 +18,7 @@ def shard_parameter(parameter: torch.Tensor, spec: ShardSpec, group: Group) -> n
 class ShardedLayer(nn.Module):
     """A layer whose `weight` is this rank's shard; with `options.copy=False` the full one, of which `ranges` are its.
 
-    `local` is the extent of the shard along the dim that `spec` cuts.
+    `local` is the extent of the shard along the dim that `spec` cuts, `parts` where each block lies in what it holds.
     """
 
     weight: nn.Parameter
@@ -32,6 +32,7 @@ class ShardedLayer(nn.Module):
         mine = spec.ranges(group.rank, group.size)
         self.local = sum(stop - start for start, stop, _ in mine)
         self.ranges = None if options.copy else [(start, stop) for start, stop, _ in mine]
+        self.parts = [part.held for part in mine] if self.ranges is None else self.ranges
 
     def cut(self, parameter: torch.Tensor) -> nn.Parameter:
         """What the layer holds of a parameter that its spec cuts."""

@@ -15,7 +15,7 @@ from ..layers.options import Options, is_wide_float
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
-from ..plans.shard import shard_model, watch_gradients
+from ..plans.shard import fuse_model, shard_model, watch_gradients
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
@@ -70,6 +70,7 @@ def load_model(
     check_inputs: bool = True,
     report: bool = True,
     adapters: Sequence[tuple[str | Path, float]] | None = None,
+    fuse: bool | None = None,
     **refused: Any,
 ) -> tuple[Model, LoadReport]:
     """The sharded model of a checkpoint, and what this rank did; see `tp_layers.load`.
@@ -82,7 +83,7 @@ def load_model(
         refuse_arguments(refused)
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-        options, place = Options(backend, reduce_dtype), _place(group.device if device is None else device)
+        options, place = Options(backend, reduce_dtype, fuse=fuse), _place(group.device if device is None else device)
         if mmap and place.type != "cpu":
             raise ValueError(f"mmap=True maps weights into CPU memory, not onto {place}: drop it")
         meter.watch(place, peak=report)
@@ -111,7 +112,7 @@ def load_model(
     if check_inputs:
         check_first_inputs(model, group)
     name_model(model, path)
-    for note in resolved.notes:
+    for note in fuse_model(model, options):
         logger.warning("%s", note)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)

@@ -10,6 +10,7 @@ from ..layers.pair import pair_norms
 from ..layers.sharded import ShardedLayer
 from .around_styles import Watcher
 from .context import allow_context
+from .fuse import fuse_blocks
 from .pairs import norm_pairs
 from .refuse import guard
 from .resolve import Resolved
@@ -64,6 +65,17 @@ def _called(model: nn.Module, path: str) -> nn.Module:
     """The module at `path`, or the nearest above it that is called: a container has no forward of its own."""
     module = model.get_submodule(path)
     return _called(model, path.rpartition(".")[0]) if path and type(module).forward is nn.Module.forward else module
+
+
+def fuse_model(model: nn.Module, options: Options) -> list[str]:
+    """Fuses blocks of a sharded model, once it holds its values, and returns all that its reader should know.
+
+    What is left as it is becomes one of the model's notes.
+    """
+    sharding = model.__dict__["_tp_layers"]
+    notes = [*sharding.resolved.notes, *fuse_blocks(model, sharding.group, options)]
+    model.__dict__["_tp_layers"] = replace(sharding, resolved=replace(sharding.resolved, notes=notes))
+    return notes
 
 
 def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:

@@ -37,6 +37,11 @@ class Range(NamedTuple):
     stop: int
     at: int
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """The first of these rows in the shard, and the one after the last."""
+        return self.at, self.at + self.stop - self.start
+
 
 @dataclass(frozen=True)
 class ShardSpec:
