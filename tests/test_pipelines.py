@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tp_layers
+from tiny_pipelines import flux2
 from tiny_pipelines.image import IMAGE
 from tiny_pipelines.parts import seeded
 from tiny_pipelines.video import VIDEO
@@ -15,9 +16,10 @@ from tp_layers.group import Group
 from tp_layers.loader.components import modules_of, settle
 from tp_layers.plans.shard import sharding_of
 
-PIPELINES = {**IMAGE, **VIDEO}
+PIPELINES = {**IMAGE, **VIDEO, "Flux2": (flux2.build, dict(height=16, width=24, max_sequence_length=16))}
 SHARDED = {
     "Flux": ["text_encoder_2", "transformer"],
+    "Flux2": ["text_encoder", "transformer"],
     "QwenImage": ["text_encoder", "transformer"],
     "StableDiffusion3": ["text_encoder_3", "transformer"],
     "Wan": ["text_encoder", "transformer"],
@@ -40,10 +42,10 @@ def picture(pipeline: Any, name: str) -> np.ndarray:
     return np.asarray(pipeline(prompt="a lighthouse", **arguments, **PIPELINES[name][1])[0])
 
 
-def sharded_picture(group: Group, name: str) -> tuple[np.ndarray, list[str], dict[str, int]]:
+def sharded_picture(group: Group, name: str, fuse: bool | None = None) -> tuple[np.ndarray, list[str], dict[str, int]]:
     """The picture, the sharded components, and how often each of them was called."""
     pipeline, calls = build(name), {}
-    report = tp_layers.apply(pipeline, group=group)
+    report = tp_layers.apply(pipeline, group=group, fuse=fuse)
     for part in report.sharded:
         count = calls.setdefault(part, [])
         getattr(pipeline, part).register_forward_hook(lambda *_, count=count: count.append(1))
@@ -51,9 +53,10 @@ def sharded_picture(group: Group, name: str) -> tuple[np.ndarray, list[str], dic
     return drawn, sorted(report.sharded), {part: len(count) for part, count in calls.items()}
 
 
+@pytest.mark.parametrize("fuse", [None, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_two_ranks_draw_the_picture_of_one(ranks, name):
-    wanted, results = picture(build(name), name), ranks(2, sharded_picture, name)
+def test_two_ranks_draw_the_picture_of_one(ranks, name, fuse):
+    wanted, results = picture(build(name), name), ranks(2, sharded_picture, name, fuse)
     assert np.ptp(wanted) > 0.3
     for drawn, sharded, calls in results:
         assert np.array_equal(drawn, results[0][0])

@@ -16,7 +16,7 @@ from tp_layers.group import Group
 from tp_layers.loader import load as loading
 from tp_layers.plans.shard import sharding_of
 
-ONE_OF_EACH = ["Flux", "QwenImage", "Wan 2.2"]
+ONE_OF_EACH = ["Flux", "Flux2", "QwenImage", "Wan 2.2"]
 
 
 def loaded_picture(group: Group, name: str, folder: str) -> tuple[np.ndarray, list[str], list[str]]:
