@@ -35,6 +35,7 @@ def apply(  # type: ignore[misc]
     uneven: bool = False,
     check_inputs: bool = True,
     fuse: bool | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
@@ -62,13 +63,15 @@ def apply(  # type: ignore[misc]
         fuse: True computes blocks of diffusers in fewer passes: activations within the projections before them, one
             GEMM for projections of one input, attention and MLP outputs without a cat (see `plans/fuse.py`). What is
             left as it is, a note says. None: where that is faster (`kernels.measured.FUSED`), on CUDA.
+        deterministic: True adds partial sums up in rank order, in float32 at least, so that the same terms give the
+            same bits in a message of any size and in every run.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
             (see `refuse`, `refuse_context`, `refuse_planned`), the ranks hold different models, plans or weights, or
             another rank raises. The model, or pipeline, is as it was.
     """
-    group, how = Group.of(group), How(check, backend, reduce_dtype, copy, uneven, check_inputs, fuse)
+    group, how = Group.of(group, deterministic), How(check, backend, reduce_dtype, copy, uneven, check_inputs, fuse)
     if is_pipeline(model):
         return apply_pipeline(model, plan, components, group, how)
     if components is not None:

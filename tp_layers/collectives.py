@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .group import Group
+from .in_order import GATHER, sum_in_order
 from .plans.spec import ShardSpec
-
-# torch 2.13 renamed it.
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     if not x.is_contiguous():
         # gloo reduces the memory under a column view without an error and overwrites its neighbours.
         raise ValueError(f"cannot all-reduce a tensor of shape {tuple(x.shape)} with strides {x.stride()} in place")
+    if x.numel() and group.deterministic:
+        return sum_in_order(x, group)
     if x.numel():
         dist.all_reduce(x, group=group.process_group)
     return x

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Union
 
 import torch
@@ -16,15 +16,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Group:
-    """`rank` and `size` within the group, this rank's `device`, and the process group (None: a single rank)."""
+    """`rank` and `size` within the group, this rank's `device`, and the process group (None: a single rank).
+
+    `deterministic`: sums over its ranks are taken in rank order (see `in_order.py`).
+    """
 
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
     process_group: dist.ProcessGroup | None = None
+    deterministic: bool = False
 
     @classmethod
-    def of(cls, group: GroupLike = None) -> "Group":
+    def of(cls, group: GroupLike = None, deterministic: bool = False) -> "Group":
         """The `Group` of a process group, of a 1-D device mesh, or (None) of the default process group.
 
         Without an initialised process group, None is a single rank on the current accelerator.
@@ -34,17 +38,22 @@ class Group:
                 several and there is no process group yet.
         """
         if isinstance(group, Group):
-            return group
+            return replace(group, deterministic=True) if deterministic else group
         if group is None and not (dist.is_available() and dist.is_initialized()):
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 # Each of these processes would take itself for the only one, and hold the whole model.
                 raise ValueError("this is one of several processes: call torch.distributed.init_process_group first")
-            return cls(device=_accelerator() or CPU)
+            return cls(device=_accelerator() or CPU, deterministic=deterministic)
         found = _axis(group) if isinstance(group, DeviceMesh) else dist.group.WORLD if group is None else group
         rank = -1 if found is None or found == dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(found)
         if found is None or rank < 0:
             raise ValueError("this process is not a member of the given group: shard only on the ranks that are")
-        return cls(rank, dist.get_world_size(found), _device(found), found)
+        return cls(rank, dist.get_world_size(found), _device(found), found, deterministic)
+
+    @property
+    def common(self) -> str:
+        """What all ranks must have alike."""
+        return "sums in rank order" if self.deterministic else "sums in any order"
 
     def shares(self, ranks: Iterable[int]) -> bool:
         """Whether other members of this group are among `ranks`, of the default process group, beside this one."""

@@ -54,7 +54,7 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
     chosen = plan_for(model) if plan is None else plan
     resolved = resolve(model, chosen, group.size, check=how.check, uneven=how.uneven)
     refuse_planned(model, resolved)
-    return Prepared(model, resolved, options, fingerprint(model, resolved, [options.common]))
+    return Prepared(model, resolved, options, fingerprint(model, resolved, [options.common, group.common]))
 
 
 def require_equal_weights(model: nn.Module, group: Group) -> None:

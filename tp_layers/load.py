@@ -33,6 +33,7 @@ def load(
     uneven: bool = False,
     check_inputs: bool = True,
     fuse: bool | None = None,
+    deterministic: bool = False,
     adapters: Sequence[tuple[str | Path, float]] | None = None,
     **others: Any,
 ) -> Any:
@@ -47,7 +48,7 @@ def load(
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded. Of a pipeline, one that has a
             `model_index.json`.
-        plan, group, components, backend, reduce_dtype, uneven, check_inputs, fuse: as in `apply`.
+        plan, group, components, backend, reduce_dtype, uneven, check_inputs, fuse, deterministic: as in `apply`.
         dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
             float32). None: each stays as it is stored. Of a pipeline also names of components to dtypes, "default" for
             the others, as diffusers takes them.
@@ -70,7 +71,7 @@ def load(
         FileNotFoundError: there is no such folder, or no safetensors weights in it.
         OSError: a file cannot be read, or ends early.
     """
-    ranks = Group.of(group)
+    ranks = Group.of(group, deterministic)
     how: dict[str, Any] = dict(
         group=ranks,
         device=device,

@@ -71,13 +71,14 @@ def load_model(
     report: bool = True,
     adapters: Sequence[tuple[str | Path, float]] | None = None,
     fuse: bool | None = None,
+    deterministic: bool = False,
     **refused: Any,
 ) -> tuple[Model, LoadReport]:
     """The sharded model of a checkpoint, and what this rank did; see `tp_layers.load`.
 
     `report=False` leaves the peak of a CUDA device's memory out of what is told, and torch's statistics alone.
     """
-    group, meter = Group.of(group), Meter()
+    group, meter = Group.of(group, deterministic), Meter()
 
     def prepare() -> _Prepared:
         refuse_arguments(refused)
@@ -94,7 +95,7 @@ def load_model(
         refuse_planned(model, resolved)
         parts = needed_parts(sources, resolved.specs, group)
         fused = adapters_to_fuse(adapters or (), model, resolved.specs, group)
-        common = fingerprint(model, resolved, [options.common, *contents(sources), *fused.facts])
+        common = fingerprint(model, resolved, [options.common, group.common, *contents(sources), *fused.facts])
         return _Prepared(model, resolved, parts, fused, options, place, common)
 
     with meter.phase("preparing"):
