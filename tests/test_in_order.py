@@ -22,16 +22,17 @@ def term(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def sums(group: Group, dtype: torch.dtype) -> list[bool]:
-    """Whether sums of several lengths are those in rank order, in place, and of the same bits in any part of a message."""
+    """Whether sums of several lengths are those in rank order, in place, and the same in a shorter message."""
     found = []
     for length in (1, 5, 64, 1000):
-        terms = [term(rank, dtype, length) for rank in range(group.size)]
+        terms, half = [term(rank, dtype, length) for rank in range(group.size)], length // 2 + 1
         wanted = reduce(torch.add, [part.float() for part in terms]).to(dtype)
-        x = terms[group.rank].clone()
-        found += [sum_in_order(x, group) is x, torch.equal(x, wanted)]
-        found.append(
-            torch.equal(sum_in_order(terms[group.rank][: length // 2 + 1].clone(), group), x[: length // 2 + 1])
-        )
+        x, short = terms[group.rank].clone(), terms[group.rank][:half].clone()
+        found += [
+            sum_in_order(x, group) is x,
+            torch.equal(x, wanted),
+            torch.equal(sum_in_order(short, group), x[:half]),
+        ]
     return found
 
 
