@@ -7,7 +7,8 @@ from torch import nn
 from calls import Calls
 from seeded import integers, per_rank
 from tp_layers import collectives
-from tp_layers.collectives import all_gather, all_reduce, replicate, split, sum_gradient
+from tp_layers.collectives import all_gather, all_reduce, replicate, split
+from tp_layers.gradients import sum_gradient
 from tp_layers.plans.spec import ShardSpec
 
 SIZES = [1, 2, 3, 4]

@@ -13,11 +13,13 @@ Of shards of several lengths, an all-gather carries as many bytes as if all were
 At size 1 each of them returns its argument. This is the only module that treats one rank specially.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .group import Group
 from .in_order import GATHER, sum_in_order
@@ -120,6 +122,39 @@ def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.
     return _AllReduce.apply(x, group, consumer)
 
 
+def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Starts summing the ranks' contiguous `x`, in place, and returns what waits for the sum and returns it.
+
+    Nothing is differentiated. Under torch.compile the sum is a tensor of its own.
+    """
+    if group.size == 1 or group.deterministic or not x.numel():
+        done = all_reduce(x, group)
+        return lambda: done
+    if torch.compiler.is_compiling():
+        started = torch.ops._c10d_functional.all_reduce(x, "sum", _name(group))
+        return lambda: torch.ops._c10d_functional.wait_tensor(started)
+    work = dist.all_reduce(x, group=group.process_group, async_op=True)
+    return lambda: _waited(x, work)
+
+
+def _waited(x: torch.Tensor, work: Any) -> torch.Tensor:
+    work.wait()
+    return x
+
+
+def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of the ranks' contiguous `x`, in place, for which the first operation that reads it waits."""
+    if group.size == 1 or group.deterministic or not x.numel() or torch.compiler.is_compiling():
+        return all_reduce(x, group)
+    torch.ops._c10d_functional.all_reduce_(x, "sum", _name(group))
+    return AsyncCollectiveTensor(x)
+
+
+def _name(group: Group) -> str:
+    assert group.process_group is not None
+    return group.process_group.group_name
+
+
 def summed(x: torch.Tensor, group: Group, wanted: torch.dtype | None = None) -> torch.Tensor:
     """The sum of the ranks' partial `x`, whose consumer is whole. `x` stays as it is, and may have any strides.
 
@@ -167,31 +202,6 @@ def split(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
 def once(x: torch.Tensor, group: Group) -> torch.Tensor:
     """A whole `x` on the group's rank 0, zeros elsewhere, for a sum over ranks; all of them get its gradient."""
     return x if group.size == 1 else _Once.apply(x, group)
-
-
-def sum_gradient(parameter: torch.nn.Parameter, group: Group, spec: ShardSpec | None = None) -> None:
-    """From now on the gradient of a whole `parameter` that every rank uses for its own heads is summed over the ranks.
-
-    With `spec`, the parameter is a shard of which other ranks hold some or all rows too: a row's gradient is summed
-    over those ranks, by an all-reduce of the full tensor. Called again for the same parameter, it does nothing.
-    """
-    # By its identity: a copy of the parameter has the attribute, but not the hook.
-    if group.size == 1 or getattr(parameter, "tp_layers_summed", None) == id(parameter):
-        return
-    parameter.tp_layers_summed = id(parameter)  # type: ignore[attr-defined]
-    # A tensor accepts a hook only while it requires a gradient; the hook stays if it is frozen and thawed later.
-    wanted = parameter.requires_grad
-    parameter.requires_grad_(True)
-    parameter.register_hook(lambda grad: _summed(grad, group, spec))
-    parameter.requires_grad_(wanted)
-
-
-def _summed(grad: torch.Tensor, group: Group, spec: ShardSpec | None) -> torch.Tensor:
-    if spec is None:
-        return _sum(grad.clone(memory_format=torch.contiguous_format), group)
-    full = grad.new_zeros(spec.full_shape(grad.shape))
-    spec.put(grad, full, group.rank, group.size)
-    return spec.take(_sum(full, group), group.rank, group.size)
 
 
 def largest(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..plans.spec import ShardSpec
 from .epilogue import Epilogue
 from .low_rank import Adaptable, LowRank, add_adapters
 from .options import DEFAULT, Options
+from .overlap import Overlap
 from .sharded import ShardedLayer
 from .together import Together
 
@@ -121,6 +122,9 @@ class RowwiseLinear(ShardedLinear):
     and enters the sum on the group's rank 0. Without `reduce` the partial sum is returned as it is.
     """
 
+    # Set where the sum over ranks is taken while something else is computed.
+    overlap: Overlap | None = None
+
     def __init__(
         self,
         linear: nn.Linear,
@@ -171,24 +175,26 @@ class RowwiseLinear(ShardedLinear):
             if not isinstance(x, torch.Tensor):
                 raise ValueError("rowwise_split_input takes one whole input, not several")
             x = split(x, self.group, self.features)
-        options, group, weight = self.options, self.group, self.weight
-        dtype, wide = weight.dtype, None
-        if self.reduce and options.reduce_dtype is not None:
-            if torch.is_autocast_enabled(weight.device.type):
-                dtype = torch.get_autocast_dtype(weight.device.type)
-            wide = summed_in(options.reduce_dtype, dtype, group)
-        y = rowwise(
-            x,
-            weight,
-            self.bias,
-            add_bias=group.rank == 0,
-            ranges=self.ranges,
-            out_dtype=wide,
-            backend=options.backend,
-        )
-        y = add_adapters(y, x, self.adapters, add_bias=group.rank == 0)
-        y = all_reduce(y, group) if self.reduce else y
+        dtype, wide = self.weight.dtype, None
+        if self.reduce and self.options.reduce_dtype is not None:
+            if torch.is_autocast_enabled(self.weight.device.type):
+                dtype = torch.get_autocast_dtype(self.weight.device.type)
+            wide = summed_in(self.options.reduce_dtype, dtype, self.group)
+        if self.overlap is not None:
+            y = self.overlap.reduced(self, x, wide)
+        else:
+            y = self.partial_sum(x, wide)
+            y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)
+
+    def partial_sum(
+        self, x: torch.Tensor | Sequence[torch.Tensor], wide: torch.dtype | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What this rank adds to `y [.., N]`, in the dtype `wide` if there is one; into `out` if there is one."""
+        first = self.group.rank == 0
+        how: dict[str, Any] = dict(ranges=self.ranges, out=out, out_dtype=wide, backend=self.options.backend)
+        y = rowwise(x, self.weight, self.bias, first, **how)
+        return add_adapters(y, x, self.adapters, add_bias=first)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:
         width = x.shape[-1] if isinstance(x, torch.Tensor) else sum(part.shape[-1] for part in x)

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..collectives import split, sum_gradient
+from ..collectives import split
+from ..gradients import sum_gradient
 from ..group import Group
 from ..layers.options import DEFAULT, Options
 from ..layers.sharded import shard_parameter
