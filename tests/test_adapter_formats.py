@@ -81,6 +81,13 @@ def test_differences_of_zero_may_be_left_out(tmp_path):
     assert added(read_adapter(model, write(tmp_path / "lora.safetensors", state)).layers).keys() == wanted.keys()
 
 
+def test_an_alpha_that_is_the_rank_may_be_left_out(tmp_path):
+    model, state, _ = made("flux_kohya")
+    state |= {key: torch.full(shape, 4.0) for key, shape in LEFT_OUT["alpha_of_the_last_layer"][1].items()}
+    found = added(read_adapter(model, write(tmp_path / "lora.safetensors", state)).layers)
+    assert torch.equal(found["proj_out"], torch.full((8, 64), 64.0).double())
+
+
 def test_keys_that_no_converter_knows_are_refused_with_its_words(tmp_path):
     model, state, _ = made("flux2_bfl")
     state["diffusion_model.double_blocks.0.img_attn.extra.lora_A.weight"] = torch.zeros(2, 3)

@@ -172,7 +172,7 @@ def _converted(loader: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Fo
     # Of a matrix, a number is read to see whether it is zero.
     numbers = [key for key in read if tensors[key].numel() == 1]
     used = frozenset(numbers).union(*(it.sources for it in found.values()))
-    dropped = [key for key in tensors if key not in used and not _is_nothing(key, tensors[key])]
+    dropped = [key for key in tensors if key not in used and not _is_nothing(key, tensors)]
     if dropped:
         raise ValueError(
             f"diffusers' {loader} drops '{dropped[0]}' ({len(dropped)} such keys): the result would differ"
@@ -180,6 +180,10 @@ def _converted(loader: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Fo
     return found
 
 
-def _is_nothing(key: str, tensor: torch.Tensor) -> bool:
-    """Whether this is a difference of zero."""
-    return ("lora" in key or ".diff" in key) and not key.endswith("alpha") and not tensor.any()
+def _is_nothing(key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether this changes nothing: a difference of zero, or an alpha that is the rank."""
+    if key.endswith(".alpha"):
+        layer = key.removesuffix("alpha")
+        downs = [tensors[name] for side in ("lora_down", "lora_A") if (name := f"{layer}{side}.weight") in tensors]
+        return tensors[key].numel() == 1 and any(float(tensors[key]) == down.shape[0] for down in downs)
+    return ("lora" in key or ".diff" in key) and not tensors[key].any()
