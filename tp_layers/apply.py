@@ -11,6 +11,7 @@ from .group import Group, GroupLike
 from .in_memory import How, carry_out, prepare, require_equal_weights
 from .loader.components import PipelineReport, is_pipeline
 from .pipeline import apply_pipeline
+from .rates import Rates
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,6 +37,7 @@ def apply(  # type: ignore[misc]
     check_inputs: bool = True,
     fuse: bool | None = None,
     deterministic: bool = False,
+    overlap: bool | int | Rates = False,
 ) -> Any:
     """Shards `model` over the ranks of `group`, in place, and returns it. All ranks call it, with equal weights.
 
@@ -65,13 +67,19 @@ def apply(  # type: ignore[misc]
             left as it is, a note says. None: where that is faster (`kernels.measured.FUSED`), on CUDA.
         deterministic: True adds partial sums up in rank order, in float32 at least, so that the same terms give the
             same bits in a message of any size and in every run.
+        overlap: True measures how fast the ranks compute and communicate, and has rowwise layers reduce their output in
+            chunks of rows, each while the next one is computed, where that pays. A number of chunks, or rates from
+            `measure`, leave out the measurement. For inference.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
             (see `refuse`, `refuse_context`, `refuse_planned`), the ranks hold different models, plans or weights, or
             another rank raises. The model, or pipeline, is as it was.
     """
-    group, how = Group.of(group, deterministic), How(check, backend, reduce_dtype, copy, uneven, check_inputs, fuse)
+    group, how = (
+        Group.of(group, deterministic),
+        How(check, backend, reduce_dtype, copy, uneven, check_inputs, fuse, overlap),
+    )
     if is_pipeline(model):
         return apply_pipeline(model, plan, components, group, how)
     if components is not None:

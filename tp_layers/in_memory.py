@@ -12,10 +12,12 @@ from .group import Group
 from .inputs import check_first_inputs
 from .layers.options import Options
 from .plans.context import refuse_context
+from .plans.overlap import check_overlap, overlap_model
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
 from .plans.shard import fuse_model, shard_model, watch_gradients
+from .rates import Rates
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class How(NamedTuple):
     uneven: bool = False
     check_inputs: bool = True
     fuse: bool | None = None
+    overlap: bool | int | Rates = False
 
 
 class Prepared(NamedTuple):
@@ -47,6 +50,7 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
     Raises:
         ValueError: see `apply`.
     """
+    overlap = check_overlap(how.overlap)
     options = Options(how.backend, how.reduce_dtype, how.copy, how.fuse)
     # First the model's state: a wrapped or sharded model matches no plan, and the reason is not the plan.
     refuse(model)
@@ -54,7 +58,7 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
     chosen = plan_for(model) if plan is None else plan
     resolved = resolve(model, chosen, group.size, check=how.check, uneven=how.uneven)
     refuse_planned(model, resolved)
-    return Prepared(model, resolved, options, fingerprint(model, resolved, [options.common, group.common]))
+    return Prepared(model, resolved, options, fingerprint(model, resolved, [options.common, group.common, overlap]))
 
 
 def require_equal_weights(model: nn.Module, group: Group) -> None:
@@ -67,6 +71,7 @@ def carry_out(prepared: Prepared, group: Group, how: How) -> None:
     model, resolved, options, _ = prepared
     shard_model(model, resolved, group, options)
     watch_gradients(model, resolved, group)
+    overlap_model(model, how.overlap, group)
     if how.check_inputs:
         check_first_inputs(model, group)
     for note in fuse_model(model, options):

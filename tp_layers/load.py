@@ -11,6 +11,7 @@ from .group import Group, GroupLike
 from .loader.components import is_pipeline
 from .loader.load import load_model
 from .loader.pipeline import Wanted, load_pipeline
+from .rates import Rates
 
 
 def load(
@@ -34,6 +35,7 @@ def load(
     check_inputs: bool = True,
     fuse: bool | None = None,
     deterministic: bool = False,
+    overlap: bool | int | Rates = False,
     adapters: Sequence[tuple[str | Path, float]] | None = None,
     **others: Any,
 ) -> Any:
@@ -48,7 +50,8 @@ def load(
         path: a folder with `config.json` and safetensors weights (one file, or several with their index), or the id of
             a repository on the hub, of which only these files are downloaded. Of a pipeline, one that has a
             `model_index.json`.
-        plan, group, components, backend, reduce_dtype, uneven, check_inputs, fuse, deterministic: as in `apply`.
+        plan, group, components, backend, reduce_dtype, uneven, check_inputs, fuse, deterministic, overlap: as in
+            `apply`.
         dtype: for floating-point parameters, as the library of the class casts (`_keep_in_fp32_modules` become
             float32). None: each stays as it is stored. Of a pipeline also names of components to dtypes, "default" for
             the others, as diffusers takes them.
@@ -84,6 +87,7 @@ def load(
         uneven=uneven,
         check_inputs=check_inputs,
         fuse=fuse,
+        overlap=overlap,
     )
     agreed(ranks, lambda: _refuse_misplaced(model_class, subfolder, components, adapters))
     made: Any

@@ -12,10 +12,12 @@ from ..agree import Alarm, agreed, fingerprint, require_equal
 from ..group import Group, GroupLike
 from ..inputs import check_first_inputs
 from ..layers.options import Options, is_wide_float
+from ..plans.overlap import check_overlap, overlap_model
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
 from ..plans.shard import fuse_model, shard_model, watch_gradients
+from ..rates import Rates
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
 from .folder import QUANTISED, find_folder, naming, read_config
@@ -72,6 +74,7 @@ def load_model(
     adapters: Sequence[tuple[str | Path, float]] | None = None,
     fuse: bool | None = None,
     deterministic: bool = False,
+    overlap: bool | int | Rates = False,
     **refused: Any,
 ) -> tuple[Model, LoadReport]:
     """The sharded model of a checkpoint, and what this rank did; see `tp_layers.load`.
@@ -84,6 +87,7 @@ def load_model(
         refuse_arguments(refused)
         if dtype is not None and not is_wide_float(dtype):
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
+        also = [check_overlap(overlap), group.common]
         options, place = Options(backend, reduce_dtype, fuse=fuse), _place(group.device if device is None else device)
         if mmap and place.type != "cpu":
             raise ValueError(f"mmap=True maps weights into CPU memory, not onto {place}: drop it")
@@ -95,7 +99,7 @@ def load_model(
         refuse_planned(model, resolved)
         parts = needed_parts(sources, resolved.specs, group)
         fused = adapters_to_fuse(adapters or (), model, resolved.specs, group)
-        common = fingerprint(model, resolved, [options.common, group.common, *contents(sources), *fused.facts])
+        common = fingerprint(model, resolved, [options.common, *also, *contents(sources), *fused.facts])
         return _Prepared(model, resolved, parts, fused, options, place, common)
 
     with meter.phase("preparing"):
@@ -110,6 +114,7 @@ def load_model(
         agreed(group, lambda: fuse_adapters(model, fused.layers))
     require_equal(whole_tensors(model, resolved.specs), group)
     watch_gradients(model, resolved, group)
+    overlap_model(model, overlap, group)
     if check_inputs:
         check_first_inputs(model, group)
     name_model(model, path)

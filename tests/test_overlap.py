@@ -1,0 +1,203 @@
+"""Chunked and put-off reductions: the same bits as the whole, and rates that say when chunks pay."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tp_layers
+from close import FLOAT32, compare
+from families import FAMILIES, digest, run
+from seeded import integers
+from tp_layers import RowwiseLinear, rates
+from tp_layers.group import Group
+from tp_layers.layers.options import Options
+from tp_layers.layers.overlap import Overlap
+from tp_layers.rates import Rates, measure
+
+FLUX = FAMILIES["FluxTransformer2DModel"]
+
+
+def linear(width: int = 24) -> nn.Linear:
+    made = nn.Linear(width, 7)
+    with torch.no_grad():
+        made.weight.copy_(integers(7, width, seed=1))
+        made.bias.copy_(integers(7, seed=2))
+    return made
+
+
+class Started(Counter[str]):
+    """Counts the all-reduces that were started with `async_op`, and the others."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        original = dist.all_reduce
+
+        def all_reduce(*args: Any, async_op: bool = False, **how: Any) -> Any:
+            self["started" if async_op else "waited for"] += 1
+            return original(*args, async_op=async_op, **how)
+
+        patch.setattr(dist, "all_reduce", all_reduce)
+
+
+SHAPES = {"rows": (10, 24), "one row": (1, 24), "no rows": (0, 24), "batches": (2, 3, 5, 24), "a vector": (24,)}
+
+
+def chunked(group: Group, shape: tuple[int, ...], chunks: int, options: Options, parts: bool) -> tuple[bool, int]:
+    """Whether a chunked layer's output is that of the full layer, bit for bit, and how many reductions were started."""
+    full, x = linear(), integers(*shape, seed=3)
+    layer = RowwiseLinear.from_linear(full, group=group, blocks=[1, 3] if parts else None, options=options)
+    layer.overlap = Overlap(chunks)
+    mine: Any = layer.features.take(x, group.rank, group.size)
+    if parts:
+        mine = tuple(piece * 1 for piece in mine.split([24 // 4 // group.size, 18 // group.size], -1))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        calls = Started(patch)
+        y = layer(mine)
+        return torch.equal(y, full(x)) and y.is_contiguous(), calls["started"]
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["one input", "two inputs"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("chunks", [2, 3, 16])
+def test_chunks_are_the_whole_bit_for_bit(ranks, shape, chunks, parts):
+    rows = torch.Size(shape[:-1]).numel()
+    for same, started in ranks(2, chunked, shape, chunks, Options(), parts):
+        assert same and started == (min(chunks, rows) if rows > 1 else 0)
+
+
+HOW = {
+    "in float64": Options(reduce_dtype=torch.float64),
+    "full weights in place": Options(copy=False),
+}
+
+
+@pytest.mark.parametrize("options", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("size", [2, 3])
+def test_so_they_are_with_every_option(ranks, size, options):
+    assert ranks(size, chunked, (10, 24), 4, options, False) == [(True, 4)] * size
+
+
+def in_order(group: Group) -> tuple[bool, int]:
+    return chunked(Group.of(group, deterministic=True), (10, 24), 4, Options(), False)
+
+
+def test_sums_in_rank_order_are_not_started_early(ranks):
+    assert ranks(3, in_order) == [(True, 0)] * 3
+
+
+def adapted(group: Group) -> bool:
+    """An adapter beside the weight, and a split input."""
+    from tp_layers.layers.low_rank import LowRank
+
+    full, x = linear(), integers(10, 24, seed=3)
+    lora = LowRank(integers(2, 24, seed=4), integers(7, 2, seed=5), None, 1.0)
+    layer = RowwiseLinear.from_linear(full, group=group, split_input=True)
+    layer.adapters["one"] = lora.shard(layer.spec, group)
+    layer.overlap = Overlap(3)
+    with torch.no_grad():
+        return torch.equal(layer(x), full(x) + (x @ lora.down.t()) @ lora.up.t())
+
+
+def test_adapters_are_in_each_chunk(ranks):
+    assert ranks(2, adapted) == [True, True]
+
+
+def two_alive(group: Group, later: bool) -> list[bool]:
+    """Results of earlier calls stay what they were; one that is put off can be changed in place, and used twice."""
+    full, layer = linear(), RowwiseLinear.from_linear(linear(), group=group)
+    layer.overlap = Overlap(1 if later else 4, later)
+    inputs = [integers(10, 24, seed=seed) for seed in (3, 4, 5)]
+    with torch.no_grad():
+        found = [layer(layer.features.take(x, group.rank, group.size)) for x in inputs]
+        same = [torch.equal(y, full(x)) for x, y in zip(inputs, found, strict=True)]
+        wanted = full(inputs[0]) * 2 + 1
+        found[0].mul_(2).add_(1)
+        return [*same, torch.equal(found[0], wanted), torch.equal(found[0].view(-1)[:3], wanted.view(-1)[:3])]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["in chunks", "put off"])
+def test_results_are_their_own(ranks, later):
+    assert ranks(2, two_alive, later) == [[True] * 5] * 2
+
+
+def gradient(group: Group) -> list[bool]:
+    """Where something is differentiated the whole is reduced, and gradients are right."""
+    full, layer = linear(), RowwiseLinear.from_linear(linear(), group=group)
+    layer.overlap = Overlap(4, later=True)
+    x = integers(10, 24, seed=3)
+    full(x).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Started(patch)
+        layer(layer.features.take(x, group.rank, group.size)).sum().backward()
+    mine = layer.spec.take(full.weight.grad, group.rank, group.size)
+    return [torch.equal(layer.weight.grad, mine), torch.equal(layer.bias.grad, full.bias.grad), not calls["started"]]
+
+
+def test_gradients_are_right(ranks):
+    assert ranks(2, gradient) == [[True] * 3] * 2
+
+
+def outputs(group: Group, how: dict[str, Any], compiled: bool) -> tuple[list[torch.Tensor], int, list[int]]:
+    """The output of a model, its digest, and how many reductions were started in chunks, or put off."""
+    model = tp_layers.apply(FLUX.build(), group=group, **how)
+    if compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    layers = [module for module in model.modules() if isinstance(module, RowwiseLinear)]
+    later = sum(layer.overlap is not None and layer.overlap.later for layer in layers)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Started(patch)
+        found = run(model, FLUX.inputs())
+    return found, digest(found), [calls["started"], later]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 3), (4, 2)])
+def test_a_model_computes_what_one_rank_does(ranks, size, chunks, compiled):
+    results = ranks(size, outputs, dict(overlap=chunks), compiled)
+    assert compare([(found, bits) for found, bits, _ in results], run(FLUX.build(), FLUX.inputs())) <= FLOAT32
+    for _, _, (started, later) in results:
+        # Its double block has two streams.
+        assert later == 1 and (started > 0) == (chunks > 1 and not compiled)
+
+
+def measured(group: Group) -> tuple[Rates, list[Any]]:
+    model = tp_layers.apply(FLUX.build(), group=group, overlap=True)
+    layers = [module for module in model.modules() if isinstance(module, RowwiseLinear)]
+    return measure(group, torch.float32, width=64, rows=8, rounds=2), [layer.overlap.chunks for layer in layers]
+
+
+def test_rates_are_the_same_on_all_ranks(ranks):
+    results = ranks(2, measured)
+    assert results[0] == results[1]
+    found, used = results[0]
+    assert min(found.flops, found.latency, found.transfer) > 0
+    assert len(set(used)) == 1 and isinstance(used[0], Rates)
+
+
+LAYER = dict(rows=4096, width=3072, columns=1536, itemsize=2)
+
+
+def test_chunks_pay_where_gemm_and_reduction_take_alike():
+    # 39 GFLOP and 25 MB: 0.1 s each.
+    balanced = Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8)
+    assert balanced.chunks(**LAYER) == 16
+    seconds = [balanced.seconds(count, **LAYER) for count in rates.CHUNKS]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.6 * seconds[0]
+
+
+def test_chunks_do_not_pay_where_one_takes_all_or_each_costs_much():
+    assert Rates(flops=3.9e14, latency=1e-5, transfer=2.5e8).chunks(**LAYER) == 1
+    assert Rates(flops=3.9e11, latency=1e-5, transfer=1e13).chunks(**LAYER) == 1
+    assert Rates(flops=3.9e11, latency=1.0, transfer=2.5e8).chunks(**LAYER) == 1
+    assert Rates(flops=3.9e11, latency=2e-2, transfer=2.5e8).chunks(**LAYER) in (2, 4)
+    assert Rates(flops=3.9e11, latency=1e-9, transfer=2.5e8).chunks(**{**LAYER, "rows": 63}) == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", None])
+def test_what_is_no_number_of_chunks_is_refused(value):
+    with pytest.raises(ValueError, match="overlap must be True, False, a number of chunks"):
+        tp_layers.apply(FLUX.build(), group=Group(), overlap=value)
