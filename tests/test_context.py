@@ -42,24 +42,38 @@ def enable(model: nn.Module, mesh: DeviceMesh | None) -> None:
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, mesh=mesh))
 
 
-def both(group: Group, label: str, context_first: bool) -> tuple[list[torch.Tensor], int]:
-    mesh, model = mesh_of_four(), REGISTERED[label].build()
-    if context_first:
-        enable(model, mesh)
-    tp_layers.apply(model, group=mesh["tp"])
+def both(group: Group, label: str, context_first: bool, folder: str) -> tuple[list[torch.Tensor], int]:
+    """The outputs of a model that has both, and their bits; read from a `folder`, if there is one."""
+    mesh, family = mesh_of_four(), REGISTERED[label]
+    if folder:
+        model = tp_layers.load(family.cls, folder, group=mesh["tp"])
+    else:
+        model = family.build()
+        if context_first:
+            enable(model, mesh)
+        tp_layers.apply(model, group=mesh["tp"])
     if not context_first:
         enable(model, mesh)
-    outputs = run(model, REGISTERED[label].inputs() | MODELS[label])
+    outputs = run(model, family.inputs() | MODELS[label])
     return outputs, digest(outputs)
+
+
+def check(ranks: Any, label: str, context_first: bool, folder: str = "") -> None:
+    (wanted,) = run(REGISTERED[label].build(), REGISTERED[label].inputs() | MODELS[label])
+    found = ranks(4, both, label, context_first, folder)
+    assert len({bits for _, bits in found}) == 1
+    assert relative_error(found[0][0][0], wanted) <= FLOAT32
 
 
 @pytest.mark.parametrize("context_first", [True, False], ids=["before sharding", "after sharding"])
 @pytest.mark.parametrize("label", MODELS)
 def test_tokens_and_weights_are_split_on_two_axes(ranks, label, context_first):
-    (wanted,) = run(REGISTERED[label].build(), REGISTERED[label].inputs() | MODELS[label])
-    found = ranks(4, both, label, context_first)
-    assert len({bits for _, bits in found}) == 1
-    assert relative_error(found[0][0][0], wanted) <= FLOAT32
+    check(ranks, label, context_first)
+
+
+def test_tokens_of_a_loaded_model_are_split(ranks, tmp_path):
+    REGISTERED[FLUX].build().save_pretrained(tmp_path)
+    check(ranks, FLUX, False, str(tmp_path))
 
 
 def said(call: Any, *args: Any, **kwargs: Any) -> str:

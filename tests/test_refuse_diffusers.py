@@ -104,6 +104,11 @@ def test_a_pipeline_does_not_offload_a_sharded_component(call):
         call(Pipeline(sharded_flux()))
 
 
+def test_a_pipeline_does_not_offload_a_sharded_component_by_groups():
+    with pytest.raises(NotImplementedError, match="so it cannot be offloaded"):
+        Pipeline(sharded_flux()).enable_group_offload(torch.device("cpu"))
+
+
 def test_a_pipeline_is_not_saved_by_each_rank(tmp_path):
     with pytest.raises(NotImplementedError, match="so it cannot be saved by each rank"):
         Pipeline(sharded_flux()).save_pretrained(tmp_path)

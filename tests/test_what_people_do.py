@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.models.attention_dispatch import attention_backend
 
 import tp_layers
@@ -44,7 +45,27 @@ DEEDS: dict[str, Deed] = {
     "to bfloat16": lambda model: model.to(torch.bfloat16),
     "fused": lambda model: model.fuse_qkv_projections(),
     "unfused": lambda model: model.unfuse_qkv_projections(),
+    "a skipped block": lambda model: skip(model, "blocks"),
+    "skipped attention scores": lambda model: skip(
+        model, "transformer_blocks", skip_attention=False, skip_ff=False, skip_attention_scores=True
+    ),
+    "a skipped MLP": lambda model: skip(model, "transformer_blocks", skip_attention=False),
+    "chunked MLPs": lambda model: model.enable_forward_chunking(2, 1),
 }
+
+
+def skip(model: Any, blocks: str, **what: bool) -> None:
+    """Skips parts of the first block, as guidance by a worse model does."""
+    apply_layer_skip(model, LayerSkipConfig(indices=[0], fqn=blocks, **what))
+
+
+# Those with a model that diffusers' own code takes.
+FURTHER = [
+    ("a skipped block", WAN),
+    ("skipped attention scores", QWEN),
+    ("a skipped MLP", FLUX),
+    ("chunked MLPs", "HunyuanDiT2DModel, plain MLP"),
+]
 ATTENTION = [
     (name, label)
     for name in ("native attention", "attention in plain torch", "flash attention")
@@ -62,6 +83,18 @@ def test_attention_runs_in_the_backend_that_was_set(ranks, name, label, when):
     found = ranks(2, outputs, label, *order)
     assert found[0][1] == found[1][1]
     assert relative_error(found[0][0][0], wanted[0]) <= FLOAT32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("name", "label"), FURTHER)
+def test_parts_of_a_model_are_skipped_or_chunked(ranks, name, label, when):
+    wanted, _ = outputs(None, label, name)
+    order = (name, "") if when == "before" else ("", name)
+    found = ranks(2, outputs, label, *order)
+    assert found[0][1] == found[1][1]
+    assert relative_error(found[0][0][0], wanted[0]) <= FLOAT32
+    plain, _ = outputs(None, label)
+    assert "skipped" not in name or relative_error(wanted[0], plain[0]) > 0.1
 
 
 @labels

@@ -12,6 +12,8 @@ from torch import nn
 
 from .norm import AcrossRMSNorm
 
+ALWAYS_CALLED = -1
+
 
 class Pair:
     """What the two norms of an attention module know of each other within one call of it; nothing between calls."""
@@ -105,4 +107,7 @@ def pair_norms(attention: nn.Module) -> None:
     pair = Pair(norm_q, norm_k)
     attention.get_submodule("to_k").register_forward_hook(_Record(pair))
     attention.register_forward_pre_hook(_Clear(pair))
-    attention.register_forward_hook(_Clear(pair), always_call=True)
+    # Under a key that is no number of torch's: that is another for every block, and compiled code asks for it, so that
+    # each of a model's blocks would be compiled anew.
+    attention._forward_hooks[ALWAYS_CALLED] = _Clear(pair)
+    attention._forward_hooks_always_called[ALWAYS_CALLED] = True
