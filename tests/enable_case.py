@@ -127,6 +127,18 @@ def two_of_four(rank: int) -> dict[str, Any]:
     return {"parallel_config": TensorParallelConfig(tp_degree=2)}
 
 
+def quantised_on_one(group: Group) -> str:
+    """What `enable_parallelism` says on each rank where rank 1 has a model that is quantised."""
+    model = FAMILIES["Flux2Transformer2DModel"].build()
+    model.is_quantized = group.rank == 1
+    with tp_layers.diffusers.enable():
+        try:
+            model.enable_parallelism(config=config_of("tp_degree", group))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def on_a_mesh(group: Group, folder: Path) -> str:
     """What `from_pretrained` says to a mesh of this group."""
     with tp_layers.diffusers.enable():

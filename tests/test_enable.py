@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 
+import diffusers.configuration_utils
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import enable_case
 import tp_layers
 from checkpoints import identical, state_of
 from close import FLOAT32, compare
+from fake_hub import FakeHub
 from families import FAMILIES, REGISTERED, run
 from test_peer import PLANNED
 from tp_layers.launch import Ranks
@@ -59,8 +61,6 @@ def test_diffusers_test_procedure_passes_for_its_four_classes(pair, name):
 
 
 def test_those_are_all_the_classes_that_diffusers_has_a_plan_for():
-    import diffusers
-
     classes = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Model")]
     assert {cls.__name__ for cls in classes if getattr(cls, "_tp_plan", None)} == set(PLANNED)
 
@@ -97,6 +97,14 @@ def test_dtype_and_subfolder_arrive(pair, folder):
     options |= {"low_cpu_mem_usage": True, "local_files_only": True, "max_memory": None, "token": None}
     for it in pair.run(enable_case.loaded, FLUX2.name, folder.parent, "tp_degree", options):
         assert it["dtypes"] == {torch.bfloat16}
+
+
+def test_a_variant_arrives(one, tmp_path):
+    FLUX2.build().save_pretrained(tmp_path, variant="fp16")
+    with tp_layers.diffusers.enable():
+        assert sharding_of(FLUX2.cls.from_pretrained(tmp_path, variant="fp16", parallel_config=TensorParallelConfig()))
+        with pytest.raises(FileNotFoundError, match="fp16"):
+            FLUX2.cls.from_pretrained(tmp_path, parallel_config=TensorParallelConfig())
 
 
 def test_a_model_loaded_sharded_is_saved_by_tp_layers_alone(pair, folder, tmp_path):
@@ -158,3 +166,31 @@ def test_nothing_is_patched_or_imported_by_the_import():
         "for f in (ModelMixin.from_pretrained.__func__.__wrapped__, ModelMixin.enable_parallelism))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_the_hubs_client_takes_is_handed_on(one, folder, tmp_path, monkeypatch):
+    hub = FakeHub(monkeypatch, folder.parent, tmp_path / "cache")
+    monkeypatch.setattr(diffusers.configuration_utils, "hf_hub_download", fetch := FakeConfig(hub))
+    options = {"cache_dir": "there", "token": "secret", "local_files_only": True, "force_download": True}
+    arguments = {"subfolder": folder.name, "revision": "v1", "parallel_config": TensorParallelConfig(), **options}
+    with tp_layers.diffusers.enable():
+        model = FLUX2.cls.from_pretrained("nobody/flux2", **arguments)
+        first = list(hub.got)
+        FLUX2.cls.from_pretrained("nobody/flux2", **arguments)
+    assert model.config._name_or_path == "nobody/flux2"
+    assert fetch.options and all(it.items() >= (options | {"revision": "v1"}).items() for it in fetch.options)
+    assert len(hub.options) > 2 and all(it == options for it in hub.options) and hub.revisions[0] == "v1"
+    assert {name.split("/")[0] for name in hub.got} == {folder.name}
+    # Files that are there already are fetched again.
+    assert hub.got == first * 2
+
+
+class FakeConfig:
+    """diffusers' download of a config."""
+
+    def __init__(self, hub):
+        self.hub, self.options = hub, []
+
+    def __call__(self, repository, filename, **options):
+        self.options.append(options)
+        return str(self.hub.repository / options["subfolder"] / filename)

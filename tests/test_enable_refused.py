@@ -1,12 +1,11 @@
-"""diffusers' own tensor-parallel calls refuse what they always refuse, and hand on what they are given."""
+"""diffusers' own tensor-parallel calls refuse what they always refuse."""
 
 import copy
 
-import diffusers.configuration_utils
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import DiffusionPipeline, Flux2Transformer2DModel
+from diffusers import Flux2Transformer2DModel
 from diffusers.hooks import group_offloading
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig, TensorParallelConfig
 from torch import nn
@@ -14,8 +13,8 @@ from torch import nn
 import enable_case
 import tp_layers
 from checkpoints import identical
-from fake_hub import FakeHub
 from families import FAMILIES
+from test_refuse_diffusers import Pipeline
 from toy import Toy
 from tp_layers.plans.shard import sharding_of
 
@@ -174,12 +173,10 @@ def test_all_ranks_refuse_what_one_does(ranks, folder, change, first, second):
     assert told[2] == told[3] == told[0]
 
 
-class Pipeline(DiffusionPipeline):
-    model_cpu_offload_seq = "transformer"
-
-    def __init__(self, transformer):
-        super().__init__()
-        self.register_modules(transformer=transformer)
+def test_all_ranks_refuse_a_model_that_is_quantised_on_one(ranks):
+    told = ranks(4, enable_case.quantised_on_one)
+    assert told[1].startswith("'Flux2Transformer2DModel' is quantized")
+    assert all(it.startswith("rank 1 of 4 failed: ValueError: 'Flux2") for it in (told[0], told[2], told[3]))
 
 
 AFTERWARDS = {
@@ -199,25 +196,3 @@ def test_the_model_refuses_afterwards_what_diffusers_refuses(one, folder, kind, 
 def test_a_sharded_model_can_be_copied(one, folder):
     model = load(folder)
     assert identical(copy.deepcopy(model).state_dict(), model.state_dict())
-
-
-def test_what_the_hubs_client_takes_is_handed_on(one, folder, tmp_path, monkeypatch):
-    hub = FakeHub(monkeypatch, folder.parent, tmp_path / "cache")
-    monkeypatch.setattr(diffusers.configuration_utils, "hf_hub_download", fetch := FakeConfig(hub))
-    options = {"cache_dir": "there", "token": "secret", "local_files_only": True, "force_download": True}
-    model = load("nobody/flux2", subfolder=folder.name, revision="v1", **options)
-    assert model.config._name_or_path == "nobody/flux2"
-    assert fetch.options and all(it.items() >= (options | {"revision": "v1"}).items() for it in fetch.options)
-    assert len(hub.options) > 2 and all(it == options for it in hub.options) and hub.revisions[0] == "v1"
-    assert {name.split("/")[0] for name in hub.got} == {folder.name}
-
-
-class FakeConfig:
-    """diffusers' download of a config."""
-
-    def __init__(self, hub):
-        self.hub, self.options = hub, []
-
-    def __call__(self, repository, filename, **options):
-        self.options.append(options)
-        return str(self.hub.repository / options["subfolder"] / filename)

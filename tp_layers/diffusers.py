@@ -4,11 +4,10 @@
     model.enable_parallelism(config=TensorParallelConfig(tp_degree=n))
 
 become `load` and `apply` with the registered plan of the model's class, else its own `_tp_plan`: on CPU (gloo) ranks
-too, and for every class that has a plan here. What diffusers refuses there stays refused, with its own words where the
-check is its own. Context parallelism, and every other call, goes to diffusers as before.
+too, and for every class that has a plan here. What diffusers refuses stays refused. Context parallelism, and every
+other call, goes to diffusers as before.
 
-Nothing is changed at import, and diffusers is imported by `enable()` alone: `import diffusers` in this file is the
-library, as everywhere else.
+Nothing is changed at import, and diffusers itself is imported by `enable()` alone.
 """
 
 import functools
