@@ -85,8 +85,9 @@ def digest(function: Callable[..., Any]) -> str:
 
 
 def _colwise(layer: Any, blocks: int) -> bool:
-    """Whether it is a colwise layer of so many blocks."""
-    return isinstance(layer, ColwiseLinear) and not layer.gather and len(layer.parts) == blocks
+    """Whether it is a colwise layer of so many blocks, the last two of which, if there are several, are a gate's."""
+    fits = isinstance(layer, ColwiseLinear) and not layer.gather and len(layer.spec.blocks) == blocks
+    return fits and len(set(layer.spec.blocks[-2:])) == 1
 
 
 def _activation(module: Any) -> Activation | Gated | None:
