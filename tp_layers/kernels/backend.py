@@ -32,8 +32,8 @@ OPERATIONS: dict[str, str | None] = {
     "scale": "one pass over the row",
 }
 
-# Whether fused blocks are the faster ones, by kind of device. On the CPU they take 1.00 to 1.07 times as long at widths of
-# 64 to 1024 (bench/fused.py): a GEMM there does not gain from being wider, and the twins save no pass. On CUDA it is
+# Whether fused blocks are the faster ones, by kind of device. On the CPU they take 1.00 to 1.07 times as long at widths
+# of 64 to 1024 (bench/fused.py): a GEMM there does not gain from being wider, and the twins save no pass. On CUDA it is
 # not measured yet; the kernels save the passes that `OPERATIONS` names.
 FUSED: dict[str, bool] = {"cpu": False, "cuda": True}
 
