@@ -27,7 +27,7 @@ DIGIT, SPACE, CAPTION = 72, 12, 26
 
 
 def compose(rows: dict[str, torch.Tensor]) -> Image.Image:
-    """A picture of rows of small ones `[10, 8, 8]` from 0 (black) to 1 (white), each below its caption."""
+    """A picture of rows of small pictures `[10, 8, 8]` from 0 (black) to 1 (white), each below its caption."""
     line = CAPTION + DIGIT + 2 * SPACE
     sheet = Image.new("L", (CLASSES * (DIGIT + SPACE) + SPACE, len(rows) * line + SPACE), 224)
     writer, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=16)
@@ -70,7 +70,7 @@ def main(path: Path = Path("demo.png")) -> int:
         }
     ).save(path)
     fault = find_fault()
-    print(f"{path}: {RANKS} ranks' digits are within {apart:.0e} of one rank's, a wrong plan's within {off:.2f}")
+    print(f"{path}: {RANKS} ranks' digits are within {apart:.0e} of one rank's, a wrong plan's up to {off:.2f} off")
     print(f"verify says of the wrong plan:\n{fault}")
     return 0 if apart < GREY_LEVEL and not fault.ok else 1
 

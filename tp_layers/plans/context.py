@@ -54,7 +54,7 @@ class ContextParallelism:
         context: Any = config if hasattr(config, "ulysses_degree") else getattr(config, "context_parallel_config", None)
         before = model.__dict__["_parallel_config"]
         if context is None or before.context_parallel_config is not None:
-            kind.enable_parallelism(model, config=config, **kwargs)
+            return kind.enable_parallelism(model, config=config, **kwargs)
         if context.mesh is None:
             raise ValueError(f"this {kind.__name__} is sharded, so context parallelism needs a mesh: {ADVICE}")
         _refuse_shared(model, self.group, context.mesh["ring", "ulysses"])
@@ -64,7 +64,7 @@ class ContextParallelism:
         except BaseException:
             model.__dict__["_parallel_config"] = before
             raise
-        mark(model)
+        return mark(model)
 
 
 def mark(model: nn.Module) -> None:
