@@ -85,9 +85,9 @@ def _sheet(
     )  # fmt: skip
 
 
-# Over NVLink 0.8 of a direction. Between their nodes 0.7 of a network card for each GPU: 400 Gbit/s (A100: 200).
-# Over PCIe 4.0 x16 (32 GB/s) 0.6, or 0.35 where GPUs cannot reach each other's memory and go through the host's. Between
-# their nodes 0.8 of one card of 100 Gbit/s.
+# Over NVLink 0.8 of a direction; between nodes 0.7 of a network card for each GPU, of 400 Gbit/s (A100: 200).
+# Over PCIe 4.0 x16 (32 GB/s) 0.6, or 0.35 where GPUs cannot reach each other's memory, and go through the host's;
+# between nodes 0.8 of one card of 100 Gbit/s.
 HARDWARE = {
     it.name: it
     for it in (
@@ -124,15 +124,16 @@ def measured(sizes: Sequence[int], dtype: torch.dtype) -> dict[int, Hardware]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         with Ranks(max(sizes)) as ranks:
-            return {size: ranks.run(_measured, dtype, size=size)[0] for size in sizes}
+            return {size: ranks.run(measured_on, dtype, size=size)[0] for size in sizes}
     world, rank = dist.get_world_size(), dist.get_rank()
     if max(sizes) > world:
         raise ValueError(f"{max(sizes)} ranks cannot be measured, there are {world}")
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
-    return {size: _measured(Group.of(groups[size]), dtype) for size in sizes if rank < size}
+    return {size: measured_on(Group.of(groups[size]), dtype) for size in sizes if rank < size}
 
 
-def _measured(group: Group, dtype: torch.dtype) -> Hardware:
+def measured_on(group: Group, dtype: torch.dtype) -> Hardware:
+    """What the ranks of `group` do, all of which call it."""
     size, on_cpu = group.size, group.device.type == "cpu"
     rows, width = ON_CPU if on_cpu else ON_GPU
     rates, bandwidth = measure(group, dtype, width=width, rows=rows), _bandwidth(group, dtype)
