@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import cli_estimate
 from .describe import describe
 from .group import Group
 from .kernels import backend, configs
@@ -33,7 +34,7 @@ DESCRIBE = "What a plan does at a size, without reading weights; or which kernel
 LIMIT_SECONDS = 24 * 3600.0
 # Options of `describe`, by what they are about.
 PLACE = ("subfolder", "variant", "revision")
-OF_MODELS = ("what", "size", *PLACE, "dtype", "plan", "uneven")
+OF_MODELS = ("what", "size", *PLACE, "dtype", "plan", "uneven", "hardware", *cli_estimate.OPTIONS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--size", type=int, help="number of ranks")
     checkpoint(made)
     with_plan(made)
+    cli_estimate.add_options(made)
     made.add_argument("--all", action="store_true", help="instead: a table of the published models the registry knows")
     made.add_argument("--kernels", action="store_true", help="instead: which backend 'auto' takes for each operation")
     made.add_argument("--architecture", choices=configs.ARCHITECTURES, help="for --kernels (default: this GPU's)")
@@ -101,8 +103,14 @@ def _describe(options: argparse.Namespace) -> int:
         _refuse(options, OF_MODELS, "describe --all is about all models")
         print(table(), end="")
         return 0
-    if options.what is None or options.size is None:
-        raise ValueError("describe needs FOLDER|CLASS|NAME and --size, or --all, or --kernels")
+    if options.what is None or (options.size is None and options.hardware is None):
+        raise ValueError(
+            "describe needs FOLDER|CLASS|NAME and --size, or --all, or --kernels; with --hardware no --size"
+        )
+    if options.hardware is None:
+        _refuse(options, cli_estimate.OPTIONS, "without --hardware no step is estimated")
+    else:
+        cli_estimate.check(options)
     if "/" not in options.what and not Path(options.what).exists():
         _refuse(options, PLACE, f"{options.what} is no folder")
         dtype = DTYPES.get(options.dtype)
@@ -111,6 +119,8 @@ def _describe(options: argparse.Namespace) -> int:
     else:
         model = _described(options)
     plan = _plan(options) or plan_for(model)
+    if options.hardware is not None:
+        return cli_estimate.run(model, plan, options)
     print(describe(model, plan, size=options.size, check=False, uneven=bool(options.uneven)))
     return 0
 

@@ -1,7 +1,7 @@
 """`describe`: what a plan does to a model at some size, without touching a weight."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,16 @@ class Collective:
     kind: str
     count: int
     bytes_per_row: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: of the module at `path`, with its payload; `along`: it goes along with the one before."""
+
+    path: str
+    kind: str
+    bytes_per_row: int
+    along: bool
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,11 @@ def describe(
     else:
         chosen = plan_for(model) if plan is None else plan
         resolved, taken = resolve(model, chosen, size, check=check, uneven=uneven), False
+    return report(model, resolved, taken)
+
+
+def report(model: nn.Module, resolved: Resolved, taken: bool = False) -> Report:
+    """What `resolved` does to `model`, or, if it is `taken`, has done to it."""
     return Report(
         type(model).__name__,
         resolved.size,
@@ -167,12 +182,18 @@ def _tensors(model: nn.Module, resolved: Resolved, taken: bool) -> list[Tensor]:
 
 def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
     found: dict[str, tuple[int, int]] = {}
+    for call in calls(model, resolved):
+        count, nbytes = found.get(call.kind, (0, 0))
+        found[call.kind] = count + (not call.along), nbytes + call.bytes_per_row
+    return [Collective(kind, count, nbytes) for kind, (count, nbytes) in found.items()]
+
+
+def calls(model: nn.Module, resolved: Resolved) -> Iterator[Call]:
+    """Every collective of one forward call, in the plan's order."""
     along = {f"{path}.norm_k" for path in norm_pairs(resolved.styles, resolved.size)}
     for path, style in resolved.styles.items():
         if style.collective is not None and resolved.size > 1:
-            count, nbytes = found.get(style.collective, (0, 0))
-            found[style.collective] = count + (path not in along), nbytes + _payload(model, resolved, path)
-    return [Collective(kind, count, nbytes) for kind, (count, nbytes) in found.items()]
+            yield Call(path, style.collective, _payload(model, resolved, path), path in along)
 
 
 def _payload(model: nn.Module, resolved: Resolved, path: str) -> int:
