@@ -1,4 +1,4 @@
-"""Are fused blocks faster than unfused ones? `results/fused.csv`, from which `kernels.measured.FUSED` is.
+"""Are fused blocks faster than unfused ones? `results/fused.csv`, from which `kernels.backend.FUSED` is.
 
 A double and a single block of FLUX.1 and of FLUX.2, 256 image and 64 text tokens, whole on one rank and sharded over
 two, each model fused and unfused in turn in one run. On the CPU by default, where the ranks talk over gloo, in float32;

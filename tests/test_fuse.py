@@ -14,7 +14,7 @@ from functions import Functions
 from test_gradients import EXACT, backward
 from tp_layers import ColwiseLinear, RowwiseLinear
 from tp_layers.group import Group
-from tp_layers.kernels import backend, measured
+from tp_layers.kernels import backend
 from tp_layers.layers.epilogue import Activation, Gated
 from tp_layers.layers.fused import FusedProjection, FusedSwiGLU, ParallelSelfAttention
 
@@ -166,7 +166,7 @@ def test_the_default_is_what_the_table_says(ranks, monkeypatch):
     assert ranks(1, kept) == [[ours, ours]]
     assert not backend.fuses("cpu") and backend.fuses("cuda") and not backend.fuses("mps")
     for fused in (True, False):
-        monkeypatch.setitem(measured.FUSED, "cpu", fused)
+        monkeypatch.setitem(backend.FUSED, "cpu", fused)
         model: Any = tp_layers.apply(FAMILIES[FLUX2].build(), group=Group())
         assert (type(model.single_transformer_blocks[0].attn.processor).__name__ == ours) == fused
         assert ("one GEMM" in repr(model)) == fused

@@ -32,6 +32,11 @@ OPERATIONS: dict[str, str | None] = {
     "scale": "one pass over the row",
 }
 
+# Whether fused blocks are the faster ones, by kind of device. On the CPU they take 1.00 to 1.07 times as long at widths
+# of 64 to 1024 (bench/fused.py): a GEMM there does not gain from being wider, and the twins save no pass. On CUDA it is
+# not measured yet; the kernels save the passes that `OPERATIONS` names.
+FUSED: dict[str, bool] = {"cpu": False, "cuda": True}
+
 
 class Choice(NamedTuple):
     """One row of `choices`."""
@@ -140,7 +145,7 @@ def choose(operation: str, x: torch.Tensor, backend: str | None = None) -> str:
 
 def fuses(device: str) -> bool:
     """Whether blocks are fused by default on a kind of device: "cpu", "cuda"."""
-    return measured.FUSED.get(device, False)
+    return FUSED.get(device, False)
 
 
 def choices(architecture: str) -> list[Choice]:
