@@ -48,7 +48,7 @@ def apply(
             heads (10, 10, 9 and 9 of 38), the first ranks more.
         fuse: True computes blocks of diffusers in fewer passes: activations within the projections before them, one
             GEMM for projections of one input, attention and MLP outputs without a cat (see `plans/fuse.py`). What is
-            left as it is, a note says. None: where that is faster (`kernels.backend.FUSED`), on CUDA.
+            left as it is, a note says. None: where that is faster (`kernels.measured.FUSED`), on CUDA.
 
     Raises:
         ValueError: an option or the plan does not fit (see `resolve`), the model is in a state that cannot be sharded
