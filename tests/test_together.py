@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import tp_layers
 from close import randomise
@@ -281,6 +282,36 @@ def test_moved_parameters_are_joined_again_or_read_where_they_are(move, gemms):
     assert are_adjacent(weights(model)) == (gemms == 1)
     assert list(model.state_dict()) == keys
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+
+
+def test_weights_that_are_computed_are_read_as_they_are():
+    model, single = shard(Model()), shard(Model(), fuse=False)
+    for each in (model, single):
+        nn.utils.parametrizations.weight_norm(each.attn.to_k, "weight")
+        with torch.no_grad():
+            each.attn.to_k.parametrizations.weight.original0.mul_(2)
+    equals(model, single, 3)
+    for each in (model, single):
+        prune.l1_unstructured(each.attn.to_v, "weight", 0.5)
+    equals(model, single, 3)
+
+
+def test_tensors_that_stand_in_for_parameters_are_read():
+    model, single, x = shard(Model()), shard(Model(), fuse=False), noise(5, WIDTH)
+    # Two models' weights at once.
+    stacked = {name: torch.stack([value, 2 * value]) for name, value in model.state_dict().items()}
+
+    def outputs(each: Any) -> Any:
+        return torch.vmap(lambda state: torch.func.functional_call(each, state, (x,)))(stacked)
+
+    with torch.no_grad():
+        for got, wanted in zip(outputs(model), outputs(single), strict=True):
+            torch.testing.assert_close(got, wanted)
+        frozen = model.requires_grad_(False)
+        gradient = torch.func.grad(lambda y: sum(it.square().sum() for it in frozen(y)))(x)
+        expected = torch.func.grad(lambda y: sum(it.square().sum() for it in single(y)))(x)
+    torch.testing.assert_close(gradient, expected)
+    equals(model, single, 1)
 
 
 def test_parameters_are_views_of_one_buffer_from_the_beginning():

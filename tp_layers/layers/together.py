@@ -77,7 +77,7 @@ class Together:
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The layers' weights, or their biases if they have them."""
-        found = [layer._parameters[name] for layer in self.layers]
+        found = [layer._parameters.get(name) for layer in self.layers]
         return [parameter for parameter in found if parameter is not None]
 
     def join(self) -> bool:
@@ -106,8 +106,12 @@ class Together:
         """Whether all layers may be computed at once, for `x`."""
         if x.is_inference() or any(getattr(layer, "adapters", None) for layer in self.layers):
             return False
-        parameters = [parameter for name in NAMES for parameter in self.parameters(name)]
-        return x.dtype == parameters[0].dtype and not needs_grad(x, *parameters) and self.join()
+        weights, biases = map(self.parameters, NAMES)
+        # Others are computed (parametrised, pruned), or stand in for them for a while (torch.func, fake tensors).
+        plain = all(type(parameter) is nn.Parameter for parameter in (*weights, *biases))
+        if not plain or len(weights) < len(self.layers) or len(biases) not in (0, len(self.layers)):
+            return False
+        return x.dtype == weights[0].dtype and not needs_grad(x, *weights, *biases) and self.join()
 
     def _compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, *bias = [self._joined(self.parameters(name)) for name in NAMES if self.parameters(name)]
