@@ -129,7 +129,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], reason: str) -> N
     """Raises ValueError if one of the options `names` was given: it would be ignored."""
     given = [name for name in names if getattr(options, name) is not None]
     if given:
-        shown = ", ".join(repr(options.what) if name == "what" else f"--{name}" for name in given)
+        shown = ", ".join(repr(options.what) if name == "what" else f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"{reason}: leave out {shown}")
 
 

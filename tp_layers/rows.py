@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ONCE = {"mod", "modulation", "modulations", "adaln", "time", "timestep", "guidance", "pooled", "pooler", "fps", "shift"}
 TEXT = {"text", "txt", "context", "caption", "add", "added"}
 IMAGE = {"image", "img", "noise", "visual", "vision"}
@@ -41,7 +42,7 @@ class Rows:
 
     def __init__(self, model: nn.Module) -> None:
         self._crossing = {path for path, module in model.named_modules() if _is_cross(path, module)}
-        paths = [path for path, _ in model.named_modules()]
+        paths = [path for path, module in model.named_modules() if isinstance(module, LAYERS)]
         # The lists of blocks into which text comes by itself: the rest of each is of the image alone.
         self._two_streams = {_list(path) for path in paths if self._named(path) == "text"}
 

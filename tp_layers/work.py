@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from .plans.resolve import Resolved
-from .rows import Rows, Tokens
+from .rows import LAYERS, Rows, Tokens
 
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # How a module with experts says how many of them compute a row.
 ACTIVE = ("num_activated_experts", "num_experts_per_tok", "top_k", "capacity_factor")
 
@@ -62,7 +61,7 @@ def local_shape(resolved: Resolved, name: str, full: torch.Tensor) -> tuple[int,
 
 
 def _weights(path: str, module: nn.Module) -> list[str]:
-    if isinstance(module, (nn.Linear, *CONVS)):
+    if isinstance(module, LAYERS):
         return ["weight"]
     if path.rpartition(".")[2] != "experts":
         return []
