@@ -143,6 +143,22 @@ def test_planned_layers_see_as_many_rows_as_their_names_tell(label):
     assert seen and seen == {path: 2 * tokens.of(rows.kind(path)) for path in seen}
 
 
+def test_norms_of_queries_and_keys_take_one_latency_as_describe_counts_them():
+    model = REGISTERED["WanTransformer3DModel, text to video"].build()
+    fast = replace(SLOW, link=1e18)
+    (step,) = estimate(model, fast, Tokens(12, 5), sizes=[2]).steps
+    found = tp_layers.describe(model, size=2).collectives
+    assert {item.kind for item in found} == {"all-reduce", "all-reduce of squares"}
+    assert step.calls == sum(item.count for item in found)
+    assert step.collectives == pytest.approx(step.calls * fast.latency)
+
+
+def test_rows_of_one_sequence_count_once():
+    tokens = Tokens(10, 6)
+    assert tokens.together(["both", "image", "once"]) == 16 and tokens.together(["image", "text", "image"]) == 16
+    assert tokens.together(["text"]) == 6 and tokens.together(["once"]) == 0
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()

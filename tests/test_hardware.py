@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
-from tp_layers import cli_estimate
+from tp_layers import cli_estimate, hardware
 from tp_layers.cli import main
+from tp_layers.group import Group
 from tp_layers.hardware import HARDWARE, Hardware, measured, measured_on, named
 from tp_layers.rates import Rates
 
@@ -38,6 +39,15 @@ def test_ranks_are_measured(ranks):
         assert 1e8 < it.flops < 1e13 and 1e7 < it.bandwidth < 1e13
     assert it.rates(1).transfer == math.inf and 0 < it.latency < 1
     assert 1e6 < it.rates(2).transfer == pytest.approx(it.link)
+
+
+def test_measured_rates_come_back_as_they_were(monkeypatch):
+    rates = Rates(3e9, 2e-4, 5e8)
+    monkeypatch.setattr(hardware, "measure", lambda *_, **how: rates)
+    monkeypatch.setattr(hardware, "_bandwidth", lambda *_: 1e9)
+    for size in (2, 3, 4):
+        found = measured_on(Group(0, size), torch.float32).rates(size)
+        assert found == Rates(3e9, 2e-4, pytest.approx(5e8))
 
 
 def test_a_process_group_measures_itself(ranks):
