@@ -97,8 +97,11 @@ def test_equal_inputs_are_accepted(ranks):
 
 
 def noise_of(group: Group, check_inputs: bool) -> tuple[str, list[torch.Tensor]]:
-    """The error of a first forward whose noise is not seeded alike, or its output."""
+    """The error of a forward whose noise is not seeded alike, tried twice, or its output."""
     model = tp_layers.apply(FLUX.build(), group=group, check_inputs=check_inputs)
+    if check_inputs:
+        with pytest.raises(ValueError, match="another 'hidden_states'"):
+            model(**{**FLUX.inputs(), "hidden_states": torch.full((2, 6, 8), float(group.rank))})
     inputs = FLUX.inputs()
     inputs["hidden_states"] = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(group.rank))
     try:

@@ -106,6 +106,46 @@ def test_adapters_are_in_each_chunk(ranks):
     assert ranks(2, adapted) == [True, True]
 
 
+def uneven(group: Group, flops: float) -> tuple[bool, int]:
+    """Of a layer of which the ranks hold unequal parts, by rates: whether it is right, and its number of chunks."""
+    full = nn.Linear(640, 7)
+    with torch.no_grad():
+        full.weight.copy_(integers(7, 640, seed=1))
+        full.bias.copy_(integers(7, seed=2))
+    layer, x = RowwiseLinear.from_linear(full, group=group, granules=[5]), integers(512, 640, seed=3)
+    layer.overlap = Overlap(Rates(flops=flops, latency=2e-5, transfer=1e9))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        calls = Started(patch)
+        y = layer(layer.features.take(x, group.rank, group.size))
+        return torch.equal(y, full(x)), calls["started"]
+
+
+def test_ranks_with_unequal_parts_take_one_number_of_chunks(ranks):
+    counts = set()
+    # From where the GEMM is all of the time to where it is nothing, in small steps.
+    for flops in [1e9 * 1.5**step for step in range(12)]:
+        results = ranks(2, uneven, flops)
+        assert results[0] == results[1] and results[0][0]
+        counts.add(results[0][1])
+    assert len(counts) > 2
+
+
+def cast(group: Group) -> list[bool]:
+    """Under autocast: the dtype and the bits of a layer in chunks are those of the whole."""
+    full, x = linear(), integers(10, 24, seed=3)
+    found = []
+    for overlap in (None, Overlap(1), Overlap(4), Overlap(1, later=True)):
+        layer = RowwiseLinear.from_linear(full, group=group)
+        layer.overlap = overlap
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found.append(layer(layer.features.take(x, group.rank, group.size)))
+    return [y.dtype == torch.bfloat16 and torch.equal(y, found[0]) for y in found]
+
+
+def test_autocast_gives_the_same_with_chunks(ranks):
+    assert ranks(2, cast) == [[True] * 4] * 2
+
+
 def two_alive(group: Group, later: bool) -> list[bool]:
     """Results of earlier calls stay what they were; one that is put off can be changed in place, and used twice."""
     full, layer = linear(), RowwiseLinear.from_linear(linear(), group=group)

@@ -148,6 +148,55 @@ def build_hooked() -> Any:
     return pipeline
 
 
+def test_a_model_under_two_names_is_sharded_once():
+    pipeline = build("Wan 2.2")
+    pipeline.transformer_2 = pipeline.transformer
+    report = tp_layers.apply(pipeline, group=Group())
+    assert sorted(report.sharded) == ["text_encoder", "transformer"]
+    assert sharding_of(pipeline.transformer_2) is not None and "to" in vars(pipeline)
+
+
+@pytest.mark.parametrize(
+    "option", [dict(overlap=-3), dict(backend="none"), dict(reduce_dtype=torch.int8), dict(fuse=2)]
+)
+def test_an_option_that_is_wrong_is_no_reason_to_leave_a_component_whole(option):
+    pipeline = build("Flux")
+    pipeline.transformer = None
+    with pytest.raises(ValueError, match=r"overlap must be|is 'none'|reduce_dtype must|fuse must"):
+        tp_layers.apply(pipeline, group=Group(), **option)
+
+
+def out_of_memory(group: Group) -> str:
+    """The error of each rank where one cannot move its components."""
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+            patch.setattr("tp_layers.pipeline.settle", fails)
+        try:
+            tp_layers.apply(build("Flux"), group=group)
+        except (MemoryError, ValueError) as error:
+            return str(error)
+    return ""
+
+
+def fails(*args: Any) -> None:
+    raise MemoryError("no room")
+
+
+def test_a_rank_that_cannot_move_its_components_is_heard_of(ranks):
+    said = ranks(2, out_of_memory)
+    assert "rank 1 of 2 failed: MemoryError: no room" in said[0] and said[1] == "no room"
+
+
+def test_another_pipeline_that_takes_the_models_over_does_not_move_them():
+    pipeline = build("Flux")
+    tp_layers.apply(pipeline, group=Group())
+    other = type(pipeline).from_pipe(pipeline)
+    with pytest.raises(ValueError, match="belongs on cpu, not on meta"):
+        other.to("meta")
+    assert pipeline.transformer.to(torch.ones(1)) is pipeline.transformer
+    assert pipeline.transformer.to("cpu", torch.bfloat16, True).dtype == torch.bfloat16
+
+
 def test_a_text_encoder_that_does_not_fit_stays_whole_with_a_warning(caplog):
     report = tp_layers.apply(build_hooked(), group=Group())
     assert report.sharded == ["transformer"]

@@ -88,6 +88,15 @@ def test_components_that_are_there_are_taken(folder):
     assert report.sharded == ["transformer"]
 
 
+def test_a_transformer_that_is_given_whole_is_told(folder, caplog):
+    _, report = load(folder, transformer=build("Flux").transformer, report=True)
+    assert "'transformer' was given whole" in caplog.text and "whole: given as it is" in str(report)
+    sharded = tp_layers.apply(build("Flux").transformer, group=Group(0, 2))
+    sharded.__dict__["_tp_layers"].group.__dict__["process_group"] = "another"
+    with pytest.raises(ValueError, match="'transformer' is sharded over another group"):
+        load(folder, transformer=sharded)
+
+
 def test_components_choose(folder):
     pipeline, report = load(folder, components=["text_encoder_2"], report=True)
     assert report.sharded == ["text_encoder_2"] and sharding_of(pipeline.transformer) is None

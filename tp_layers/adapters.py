@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .agree import agreed
+from .inputs import named_arguments
 from .layers.low_rank import LowRank, adapters_of, attach, detach
 from .loader.adapter_check import cut_layers
 from .loader.adapter_file import read_adapter
@@ -25,8 +26,9 @@ class RefuseScale:
     ARGUMENTS = ("joint_attention_kwargs", "attention_kwargs", "cross_attention_kwargs")
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = named_arguments(module, args, kwargs) if args else kwargs
         for name in self.ARGUMENTS:
-            value = kwargs.get(name)
+            value = given.get(name)
             if isinstance(value, Mapping) and value.get("scale", 1.0) != 1.0:
                 raise ValueError(f"the scale in {name} does not reach the adapters: use tp_layers.set_adapters")
 

@@ -146,7 +146,8 @@ def _load(
         return find_folder(path, subfolder, variant, revision, hub)
 
     folder = agreed(group, find)
-    dtype = torch_dtype if dtype is None else dtype
+    # Without one, diffusers' models are float32 whatever is stored.
+    dtype = next((given for given in (dtype, torch_dtype) if given is not None), torch.float32)
     model: Any
     model, _ = load_model(cls, folder, group=group, dtype=dtype, variant=variant, report=False)
     # The folder may be one in the hub's cache.

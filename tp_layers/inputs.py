@@ -23,7 +23,7 @@ ALIKE = "seed generators alike on every rank, and prepare the inputs alike"
 
 
 class SameInputs:
-    """The hook before the first forward of a model, after which it is gone."""
+    """The hook before each forward of a model until one has had the same inputs everywhere, after which it is gone."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -32,10 +32,10 @@ class SameInputs:
         # A traced or captured graph would make the comparison in every call.
         if torch.compiler.is_compiling() or _is_captured():
             return
+        require_same(named_arguments(module, args, kwargs), self.group)
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is self:
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        require_same(named_arguments(module, args, kwargs), self.group)
 
 
 def check_first_inputs(model: nn.Module, group: Group) -> None:

@@ -9,7 +9,9 @@ from torch import nn
 from .agree import agreed, require_equal
 from .group import Group
 from .in_memory import How, Prepared, carry_out, prepare
+from .layers.options import Options
 from .loader.components import PipelineReport, check_names, modules_of, must_fit, report_of, settle, why_whole
+from .plans.overlap import check_overlap
 from .plans.refuse import OFFLOAD_HINT
 from .plans.shard import sharding_of
 
@@ -33,6 +35,8 @@ def apply_pipeline(
     """Shards the components of `pipeline` in place and moves all of them to the group's device; see `apply`."""
 
     def look() -> _Found:
+        Options(how.backend, how.reduce_dtype, how.copy, how.fuse)
+        check_overlap(how.overlap)
         models = modules_of(pipeline)
         check_names(models, components, plan)
         for name, model in models.items():
@@ -49,7 +53,7 @@ def apply_pipeline(
     require_equal({f"{name}.{key}": value for name, m in ours.items() for key, value in m.named_parameters()}, group)
     for item in prepared.values():
         carry_out(item, group, how)
-    settle(pipeline, group.device)
+    agreed(group, lambda: settle(pipeline, group.device))
     report = report_of(pipeline, group, reasons)
     logger.info("%s", report)
     return report

@@ -8,7 +8,11 @@
                          chunk's reduction
 
 A chunk costs another latency, so the number of chunks follows from what the group and the device do in a second (see
-`rates.py`), and is 1 where chunks cannot pay. Where something is differentiated, the whole is computed and reduced.
+`rates.py`), and is 1 where chunks cannot pay. Where something is differentiated, or under autocast, the whole is
+computed and reduced.
+
+What is put off leaves the layer as torch's `AsyncCollectiveTensor`, which any operation of torch waits for; code that
+reads memory by itself (`from_dlpack`) does not.
 """
 
 from collections.abc import Sequence
@@ -37,7 +41,9 @@ class Overlap:
     ) -> torch.Tensor:
         """The layer's output `[.., N]`, from the ranks' partial sums, in the dtype `wide` if there is one."""
         xs = [x] if isinstance(x, torch.Tensor) else list(x)
-        if needs_grad(*xs, layer.weight, layer.bias):
+        # Autocast casts what F.linear takes, and no chunk written in place.
+        autocast = torch.is_autocast_enabled(xs[0].device.type)
+        if autocast or needs_grad(*xs, layer.weight, layer.bias):
             return all_reduce(layer.partial_sum(x, wide), layer.group)
         count = self._count(layer, xs, wide)
         if count > 1:
@@ -50,7 +56,8 @@ class Overlap:
         if isinstance(self.chunks, int):
             return max(1, min(self.chunks, rows))
         itemsize = (wide or xs[0].dtype).itemsize
-        return self.chunks.chunks(rows, layer.out_features, layer.local, itemsize)
+        # All ranks must come to one number: they count for the one that has the most columns.
+        return self.chunks.chunks(rows, layer.out_features, layer.spec.longest(layer.group.size), itemsize)
 
 
 def _in_chunks(

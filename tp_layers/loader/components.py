@@ -39,8 +39,13 @@ def is_pipeline(thing: Any) -> bool:
 
 
 def modules_of(pipeline: Any) -> dict[str, nn.Module]:
-    """The components that are models, by name."""
-    return {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    """The components that are models, by name; one that has several names, by the first."""
+    models = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    return {name: part for name, part in models.items() if _first(models, part) == name}
+
+
+def _first(models: Mapping[str, nn.Module], model: nn.Module) -> str:
+    return next(name for name, part in models.items() if part is model)
 
 
 @dataclass(frozen=True)
@@ -147,14 +152,16 @@ def check_names(known: Iterable[str], components: Sequence[str] | None, plan: Ma
 
 
 class OwnDevice:
-    """Stands on a sharded pipeline for its `to`, which would move all ranks' shards onto one device."""
+    """Stands for the `to` of a sharded pipeline, and of its sharded models, which would move shards elsewhere."""
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         self.pipeline, self.device = pipeline, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, kwargs.get("device")):
-            if value is not None and not isinstance(value, torch.dtype):
+        for value in (*args, kwargs.get("device"), kwargs.get("tensor")):
+            if isinstance(value, torch.Tensor):
+                self._check(value.device)
+            elif isinstance(value, torch.device | str) or (isinstance(value, int) and not isinstance(value, bool)):
                 self._check(value)
         return type(self.pipeline).to(self.pipeline, *args, **kwargs)
 
@@ -164,8 +171,8 @@ class OwnDevice:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         if device != self.device:
             raise ValueError(
-                f"this pipeline is sharded by tp_layers, and this rank's part of it belongs on {self.device}, not on "
-                f"{device}: it is there already, so leave out .to(...)"
+                f"this {type(self.pipeline).__name__} is sharded by tp_layers, and this rank's part of it belongs on "
+                f"{self.device}, not on {device}: it is there already, so leave out .to(...)"
             )
 
 
@@ -173,6 +180,9 @@ def settle(pipeline: Any, device: torch.device) -> None:
     """Moves the models of a sharded pipeline to this rank's device, where they stay, and puts the refusals on it."""
     for model in modules_of(pipeline).values():
         nn.Module.to(model, device)
+        if sharding_of(model) is not None:
+            # Another pipeline may take it over.
+            model.__dict__["to"] = OwnDevice(model, device)
     pipeline.__dict__["to"] = OwnDevice(pipeline, device)
     for name, (what, instead) in REFUSED.items():
         if hasattr(type(pipeline), name):

@@ -11,9 +11,12 @@ from torch import nn
 
 from ..agree import agreed, fingerprint
 from ..group import Group
+from ..layers.options import Options
+from ..plans.overlap import check_overlap
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import resolve
+from ..plans.shard import sharding_of
 from .components import PipelineReport, check_names, must_fit, report_of, settle, why_whole
 from .folder import find_folder
 from .load import describe_checkpoint, load_model, refuse_arguments
@@ -66,16 +69,22 @@ def load_pipeline(pipeline_class: Any, path: str | Path, wanted: Wanted, how: Ho
         plan, dtype = wanted.plans.get(name), wanted.dtype(name)
         parts[name], _ = load_model(cls, path, subfolder=name, plan=plan, dtype=dtype, report=False, **how)
     pipeline = agreed(group, lambda: _assemble(pipeline_class, path, wanted, found, parts, how))
-    settle(pipeline, group.device if how["device"] is None else torch.empty(0, device=how["device"]).device)
-    report = report_of(pipeline, group, found.whole)
+    device = group.device if how["device"] is None else torch.empty(0, device=how["device"]).device
+    agreed(group, lambda: settle(pipeline, device))
+    given = dict.fromkeys(wanted.others, "given as it is")
+    report = report_of(pipeline, group, {**given, **found.whole})
     logger.info("%s", report)
     return pipeline, report
 
 
 def _look(pipeline_class: Any, path: str | Path, wanted: Wanted, how: How) -> _Found:
     """Which components are to be sharded, and why the others stay whole."""
-    index = pipeline_class.load_config(path, revision=how["revision"])
+    Options(how["backend"], how["reduce_dtype"], fuse=how["fuse"])
+    check_overlap(how["overlap"])
+    group, index = how["group"], pipeline_class.load_config(path, revision=how["revision"])
     refuse_arguments({name: value for name, value in wanted.others.items() if name not in index})
+    for name, model in wanted.others.items():
+        _check_given(name, model, group)
     classes = {name: cls for name, value in index.items() if (cls := _class(value)) and name not in wanted.others}
     check_names(classes, wanted.components, wanted.plans)
     found = _Found({}, {}, [])
@@ -88,6 +97,17 @@ def _look(pipeline_class: Any, path: str | Path, wanted: Wanted, how: How) -> _F
         else:
             _look_at(name, cls, path, wanted, how, found, named or must_fit(cls))
     return found
+
+
+def _check_given(name: str, model: Any, group: Group) -> None:
+    """A model that the caller hands over may be whole, but not over other ranks."""
+    if not isinstance(model, nn.Module):
+        return
+    sharding = sharding_of(model)
+    if sharding is None and must_fit(type(model)):
+        logger.warning("'%s' was given whole, and stays so on every rank: load or shard it first", name)
+    if sharding is not None and sharding.group.process_group != group.process_group:
+        raise ValueError(f"'{name}' is sharded over another group of ranks")
 
 
 def _look_at(

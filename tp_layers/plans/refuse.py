@@ -178,7 +178,10 @@ REFUSED = {
 
 
 def guard(model: nn.Module) -> None:
-    """Puts the refusals on a sharded model."""
+    """Puts the refusals on a sharded model, and on each attention that could fuse its projections by itself."""
+    for module in model.modules():
+        if hasattr(module, "fuse_projections"):
+            module.__dict__["fuse_projections"] = Refusal(*REFUSED["fuse_qkv_projections"])
     for name, (what, instead) in REFUSED.items():
         if hasattr(model, name):
             model.__dict__[name] = Refusal(what, instead)
