@@ -67,6 +67,8 @@ def rank_main(rank: int, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=SIZE)
     group = Group.of(None)
     rates = measure(group, torch.float32, width=WIDTH)
+    if rank == 0:
+        print(rates, file=sys.stderr, flush=True)
     for name, columns in LAYERS.items():
         layer = RowwiseLinear.from_linear(nn.Linear(columns, WIDTH), group=group)
         for tokens in TOKENS:

@@ -214,7 +214,7 @@ def test_rates_are_the_same_on_all_ranks(ranks):
     results = ranks(2, measured)
     assert results[0] == results[1]
     found, used = results[0]
-    assert min(found.flops, found.latency, found.transfer) > 0
+    assert min(found.flops, found.latency, found.transfer, found.weights) > 0
     assert len(set(used)) == 1 and isinstance(used[0], Rates)
 
 
@@ -235,6 +235,8 @@ def test_chunks_do_not_pay_where_one_takes_all_or_each_costs_much():
     assert Rates(flops=3.9e11, latency=1.0, transfer=2.5e8).chunks(**LAYER) == 1
     assert Rates(flops=3.9e11, latency=2e-2, transfer=2.5e8).chunks(**LAYER) in (2, 4)
     assert Rates(flops=3.9e11, latency=1e-9, transfer=2.5e8).chunks(**{**LAYER, "rows": 63}) == 1
+    # Each chunk reads a weight anew that takes as long as the whole GEMM.
+    assert Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, weights=4.7e7).chunks(**LAYER) == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", None])
