@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.transformers import transformer_flux2
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -43,6 +43,8 @@ def right(model: Any, name: str, reference: Any = None) -> None:
         assert relative_error(got, full) <= FLOAT32
 
 
+# Setting one sets that of the process too.
+@attention_backend("native")
 def test_an_attention_backend_is_used_whenever_it_is_set(monkeypatch):
     used, dispatch = [], transformer_flux2.dispatch_attention_fn
     after, before = fused(FLUX2), FAMILIES[FLUX2].build()
