@@ -1,5 +1,7 @@
 """What adapters on a sharded model refuse, before anything is touched, and which keys they skip."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -135,6 +137,19 @@ def test_keys_of_text_encoders_are_skipped_with_a_warning(tmp_path, caplog):
     assert len(adapters_of(model)["default_0"]) == 2
 
 
+def test_full_weights_read_in_place_are_refused(tmp_path):
+    model = tp_layers.apply(Pair(), PAIR, group=ONE, copy=False)
+    with pytest.raises(ValueError, match=r"reads its part of a full weight \(copy=False\)"):
+        tp_layers.load_adapter(model, write(tmp_path / "a.safetensors", keys(draw(Pair()))))
+    assert not adapters_of(model)
+
+
+def in_order(model, arguments):
+    """The arguments of the model's forward as positional ones, None for those before the last that are not given."""
+    names = list(inspect.signature(model.forward).parameters)
+    return [arguments.get(name) for name in names[: 1 + max(map(names.index, arguments))]]
+
+
 def test_a_scale_that_diffusers_hands_to_peft_is_refused(tmp_path):
     family = FAMILIES["FluxTransformer2DModel"]
     model, inputs = tp_layers.apply(family.build(), group=ONE), family.inputs()
@@ -143,6 +158,8 @@ def test_a_scale_that_diffusers_hands_to_peft_is_refused(tmp_path):
     run(model, inputs | {"joint_attention_kwargs": {"scale": 1.0}})
     with pytest.raises(ValueError, match=r"scale in joint_attention_kwargs .* use tp_layers.set_adapters"):
         run(model, inputs | {"joint_attention_kwargs": {"scale": 0.5}})
+    with pytest.raises(ValueError, match="scale in joint_attention_kwargs"):
+        model(*in_order(model, inputs | {"joint_attention_kwargs": {"scale": 0.5}}))
     tp_layers.unload_adapter(model, name)
     run(model, inputs | {"joint_attention_kwargs": {"scale": 0.5}})
 

@@ -99,6 +99,14 @@ def test_dtype_and_subfolder_arrive(pair, folder):
         assert it["dtypes"] == {torch.bfloat16}
 
 
+def test_without_a_dtype_it_is_that_of_diffusers_own_call(one, tmp_path):
+    FLUX2.build(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    wanted = {parameter.dtype for parameter in FLUX2.cls.from_pretrained(tmp_path).parameters()}
+    with tp_layers.diffusers.enable():
+        model = FLUX2.cls.from_pretrained(tmp_path, parallel_config=TensorParallelConfig())
+    assert {parameter.dtype for parameter in model.parameters()} == wanted
+
+
 def test_a_variant_arrives(one, tmp_path):
     FLUX2.build().save_pretrained(tmp_path, variant="fp16")
     with tp_layers.diffusers.enable():
