@@ -10,7 +10,7 @@ from torch import nn
 
 import tp_layers
 from calls import Calls
-from close import randomise
+from close import nearly, randomise
 from families import FAMILIES
 from pair import PLAN, Pair
 from seeded import integers
@@ -147,7 +147,7 @@ def compiled(group: Group) -> list[bool]:
         wanted = model(x)
         model = tp_layers.apply(model, PLAN, group=group)
         model.compile(fullgraph=True, backend="aot_eager")
-        return [torch.allclose(model(x), wanted, atol=1e-5) for _ in range(2)]
+        return [nearly(model(x), wanted) for _ in range(2)]
 
 
 def test_a_compiled_model_runs(ranks):

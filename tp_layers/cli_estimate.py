@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .estimate import estimate, main_dtype, sizes_of
+from .group import Group
 from .hardware import HARDWARE, MEASURED, Hardware, measured, named
 from .plans.resolve import resolve
 from .rows import Tokens
@@ -47,7 +48,7 @@ def run(model: nn.Module, plan: Mapping[str, Any], options: argparse.Namespace) 
         hardware = _measured(sizes, main_dtype(model))
     else:
         hardware = named(options.hardware)
-    if not (dist.is_initialized() and dist.get_rank()):
+    if not dist.is_initialized() or Group.of(None).rank == 0:
         tokens = Tokens(options.tokens, options.text_tokens or 0)
         print(estimate(model, hardware, tokens, sizes=sizes, **how))
     return 0

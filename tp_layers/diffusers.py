@@ -184,7 +184,7 @@ def _mesh(config: Any) -> DeviceMesh:
         return config.mesh
     accelerator = None if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh(kind, (Group.of(None).size,), mesh_dim_names=("tp",))
 
 
 def _check(cls: type[nn.Module], config: Any, mesh: DeviceMesh, heads: Any, **state: Any) -> None:
@@ -199,7 +199,7 @@ def _check(cls: type[nn.Module], config: Any, mesh: DeviceMesh, heads: Any, **st
             f"tp_layers shards over devices of type {', '.join(DEVICES)}, not '{mesh.device_type}': "
             f"tp_layers.diffusers.disable() gives diffusers' own code back"
         )
-    degree, world = wanted.tp_degree, dist.get_world_size()
+    degree, world = wanted.tp_degree, Group.of(None).size
     if wanted.mesh is None and degree > world:
         raise ValueError(f"Tensor parallel degree ({degree}) cannot exceed the world size ({world}).")
     if wanted.mesh is None and degree < world:
@@ -218,5 +218,6 @@ def _record(model: Any, config: Any, mesh: DeviceMesh, group: Group) -> None:
     from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 
     whole = ParallelConfig(tensor_parallel_config=config) if isinstance(config, TensorParallelConfig) else config
-    whole.setup(dist.get_rank(), dist.get_world_size(), group.device, mesh=mesh)
+    everyone = Group.of(None)
+    whole.setup(everyone.rank, everyone.size, group.device, mesh=mesh)
     model._parallel_config = whole

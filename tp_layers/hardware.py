@@ -125,11 +125,11 @@ def measured(sizes: Sequence[int], dtype: torch.dtype) -> dict[int, Hardware]:
     if not (dist.is_available() and dist.is_initialized()):
         with Ranks(max(sizes)) as ranks:
             return {size: ranks.run(measured_on, dtype, size=size)[0] for size in sizes}
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if max(sizes) > world:
-        raise ValueError(f"{max(sizes)} ranks cannot be measured, there are {world}")
+    everyone = Group.of(None)
+    if max(sizes) > everyone.size:
+        raise ValueError(f"{max(sizes)} ranks cannot be measured, there are {everyone.size}")
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
-    return {size: measured_on(Group.of(groups[size]), dtype) for size in sizes if rank < size}
+    return {size: measured_on(Group.of(groups[size]), dtype) for size in sizes if everyone.rank < size}
 
 
 def measured_on(group: Group, dtype: torch.dtype) -> Hardware:
