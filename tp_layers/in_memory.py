@@ -9,14 +9,14 @@ from torch import nn
 
 from .agree import fingerprint, require_equal
 from .group import Group
-from .inputs import check_first_inputs
 from .layers.options import Options
 from .plans.context import refuse_context
-from .plans.overlap import check_overlap, overlap_model
+from .plans.finish import finish
+from .plans.overlap import check_overlap
 from .plans.refuse import refuse, refuse_planned
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
-from .plans.shard import fuse_model, shard_model, watch_gradients
+from .plans.shard import shard_model
 from .rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,5 @@ def carry_out(prepared: Prepared, group: Group, how: How) -> None:
     """Shards the model, as it was prepared."""
     model, resolved, options, _ = prepared
     shard_model(model, resolved, group, options)
-    watch_gradients(model, resolved, group)
-    overlap_model(model, how.overlap, group)
-    if how.check_inputs:
-        check_first_inputs(model, group)
-    for note in fuse_model(model, options):
-        logger.warning("%s", note)
+    finish(model, resolved, group, options, overlap=how.overlap, check_inputs=how.check_inputs)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)

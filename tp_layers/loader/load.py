@@ -10,13 +10,13 @@ from torch import nn
 
 from ..agree import Alarm, agreed, fingerprint, require_equal
 from ..group import Group, GroupLike
-from ..inputs import check_first_inputs
 from ..layers.options import Options, is_wide_float
-from ..plans.overlap import check_overlap, overlap_model
+from ..plans.finish import finish
+from ..plans.overlap import check_overlap
 from ..plans.refuse import refuse_planned
 from ..plans.registry import plan_for
 from ..plans.resolve import Resolved, resolve
-from ..plans.shard import fuse_model, shard_model, watch_gradients
+from ..plans.shard import shard_model
 from ..rates import Rates
 from .build import build, set_dtypes
 from .fill import allocate, fill, jobs_of, needed_parts, whole_tensors
@@ -113,13 +113,8 @@ def load_model(
     if fused.layers:
         agreed(group, lambda: fuse_adapters(model, fused.layers))
     require_equal(whole_tensors(model, resolved.specs), group)
-    watch_gradients(model, resolved, group)
-    overlap_model(model, overlap, group)
-    if check_inputs:
-        check_first_inputs(model, group)
+    finish(model, resolved, group, options, overlap=overlap, check_inputs=check_inputs)
     name_model(model, path)
-    for note in fuse_model(model, options):
-        logger.warning("%s", note)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)
     return cast(Model, model), done

@@ -1,0 +1,33 @@
+"""The last steps of sharding, in memory as while loading: a model whose parameters hold their values is made ready."""
+
+import logging
+
+from torch import nn
+
+from ..group import Group
+from ..inputs import check_first_inputs
+from ..layers.options import Options
+from ..rates import Rates
+from .overlap import overlap_model
+from .resolve import Resolved
+from .shard import fuse_model, watch_gradients
+
+logger = logging.getLogger(__name__)
+
+
+def finish(
+    model: nn.Module,
+    resolved: Resolved,
+    group: Group,
+    options: Options,
+    *,
+    overlap: bool | int | Rates,
+    check_inputs: bool,
+) -> None:
+    """Has gradients summed, sums overlapped, the first inputs compared and blocks fused; warns of the notes."""
+    watch_gradients(model, resolved, group)
+    overlap_model(model, overlap, group)
+    if check_inputs:
+        check_first_inputs(model, group)
+    for note in fuse_model(model, options):
+        logger.warning("%s", note)
