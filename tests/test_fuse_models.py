@@ -19,7 +19,8 @@ from close import FLOAT32, randomise, relative_error
 from families import FAMILIES, run
 from functions import Functions
 from tp_layers.group import Group
-from tp_layers.layers.fused import FusedSwiGLU, ParallelSelfAttention
+from tp_layers.layers.flux2 import ParallelSelfAttention
+from tp_layers.layers.fused import FusedSwiGLU
 from tp_layers.layers.together import are_adjacent
 from tp_layers.plans import fuse
 
@@ -90,6 +91,7 @@ def test_another_processor_is_kept_and_may_be_set_later(ranks):
     ("name", "known", "note"),
     [
         (FLUX, "SINGLE_BLOCK", "'single_transformer_blocks.*' is not fused: its code is another"),
+        (FLUX2, "FLUX2_SINGLE_BLOCK", "'single_transformer_blocks.*' is not fused: its code is another"),
         (FLUX2, "PARALLEL", "'single_transformer_blocks.*.attn' is not fused: its code is another"),
     ],
 )
@@ -98,7 +100,7 @@ def test_code_that_is_not_known_is_left_as_it_is(monkeypatch, caplog, name, know
     with caplog.at_level(logging.WARNING, logger="tp_layers"):
         model = fused(name)
     assert [record.getMessage().startswith(note) for record in caplog.records] == [True]
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert any("forward" in vars(module) for module in model.modules()) == (known == "PARALLEL")
     right(model, name)
 
 

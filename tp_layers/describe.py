@@ -189,7 +189,7 @@ def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
 
 
 def calls(model: nn.Module, resolved: Resolved) -> Iterator[Call]:
-    """Every collective of one forward call, in the plan's order."""
+    """Every collective of one forward call, in the plan's order; two streams may share one (see `plans/streams.py`)."""
     along = {f"{path}.norm_k" for path in norm_pairs(resolved.styles, resolved.size)}
     for path, style in resolved.styles.items():
         if style.collective is not None and resolved.size > 1:

@@ -1,4 +1,4 @@
-"""What modules of diffusers do, in fewer passes: forwards and an attention processor in place of their own.
+"""What modules of diffusers do, in fewer passes: forwards in place of their own (FLUX.2's blocks: `flux2.py`).
 
 All keep their children, and the children's names. Activations stay where they are, for code that sets another
 processor, but are not called.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .epilogue import Activation, Gated, Parallel
+from .epilogue import Activation, Gated
 
 SWIGLU_FIRST = Gated("silu", gate_first=True)
 GELU_TANH = Activation("gelu_tanh")
@@ -66,38 +66,3 @@ def single_block(
     if hidden_states.dtype == torch.float16:
         hidden_states = hidden_states.clip(-65504, 65504)
     return hidden_states[:, :text_length], hidden_states[:, text_length:]
-
-
-class ParallelSelfAttention:
-    """In place of FLUX.2's `Flux2ParallelSelfAttnProcessor`: no pass over the MLP by itself, and no cat."""
-
-    # Where diffusers writes what `set_attention_backend` and context parallelism ask for.
-    _attention_backend: Any = None
-    _parallel_config: Any = None
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> torch.Tensor:
-        """`[batch, tokens, K]` -> the same shape."""
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        *qkv, mlp = attn.to_qkv_mlp_proj(hidden_states, Parallel("silu"))
-        query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in qkv)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if image_rotary_emb is not None:
-            query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
-            key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
-        attention = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        return attn.to_out((attention.flatten(2, 3).to(query.dtype), mlp))

@@ -22,6 +22,7 @@ from .low_rank import Adaptable, LowRank, add_adapters
 from .options import DEFAULT, Options
 from .overlap import Overlap
 from .sharded import ShardedLayer
+from .streams import Streams
 from .together import Together
 
 
@@ -124,6 +125,8 @@ class RowwiseLinear(ShardedLinear):
 
     # Set where the sum over ranks is taken while something else is computed.
     overlap: Overlap | None = None
+    # The layer of another stream whose output is summed along with this one's, see `streams.py`.
+    streams: Streams | None = None
 
     def __init__(
         self,
@@ -180,9 +183,10 @@ class RowwiseLinear(ShardedLinear):
             if torch.is_autocast_enabled(self.weight.device.type):
                 dtype = torch.get_autocast_dtype(self.weight.device.type)
             wide = summed_in(self.options.reduce_dtype, dtype, self.group)
-        if self.overlap is not None:
+        y = None if self.streams is None else self.streams.take(self, x, wide)
+        if y is None and self.overlap is not None:
             y = self.overlap.reduced(self, x, wide)
-        else:
+        elif y is None:
             y = self.partial_sum(x, wide)
             y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)

@@ -11,6 +11,7 @@ from ..rates import Rates
 from .overlap import overlap_model
 from .resolve import Resolved
 from .shard import fuse_model, watch_gradients
+from .streams import join_streams
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,11 @@ def finish(
     overlap: bool | int | Rates,
     check_inputs: bool,
 ) -> None:
-    """Has gradients summed, sums overlapped, the first inputs compared and blocks fused; warns of the notes."""
+    """Has gradients summed, sums overlapped, first inputs compared, blocks fused, streams joined; warns of notes."""
     watch_gradients(model, resolved, group)
     overlap_model(model, overlap, group)
     if check_inputs:
         check_first_inputs(model, group)
     for note in fuse_model(model, options):
         logger.warning("%s", note)
+    join_streams(model, group)

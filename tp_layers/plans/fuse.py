@@ -20,16 +20,18 @@ from torch import nn
 
 from ..group import Group
 from ..kernels.backend import fuses
+from ..layers import flux2
 from ..layers.epilogue import Activation, Gated
-from ..layers.fused import GELU_TANH, Forward, FusedProjection, FusedSwiGLU, ParallelSelfAttention, single_block
+from ..layers.fused import GELU_TANH, Forward, FusedProjection, FusedSwiGLU, single_block
 from ..layers.linear import ColwiseLinear, RowwiseLinear
 from ..layers.options import Options
 from ..layers.together import Call, compute_together, watch_call
 from .lint import pattern
 
-# Of the sources that `layers/fused.py` does the same as: FLUX.1's single block (LongCat-Image has a copy of it), and
-# FLUX.2's processor.
+# Of the sources that `layers/fused.py` and `layers/flux2.py` do the same as: FLUX.1's single block (LongCat-Image has a
+# copy of it), FLUX.2's, and its processor.
 SINGLE_BLOCK = "57350a6dab842b40"
+FLUX2_SINGLE_BLOCK = "e1baa440356a9b3a"
 PARALLEL = "18a20dca47451835"
 # Attention whose processors give one input to all three projections, where neither `is_cross_attention` nor a second
 # stream's projections say so; keys and values have the same input in every class.
@@ -69,7 +71,7 @@ def fuse_blocks(model: nn.Module, group: Group, options: Options) -> list[str]:
     return list(notes)
 
 
-def _name(thing: Any) -> str:
+def of_diffusers(thing: Any) -> str:
     """The class's name, if it is one of diffusers."""
     kind = type(thing)
     return kind.__name__ if kind.__module__.startswith("diffusers.") else ""
@@ -92,7 +94,7 @@ def _colwise(layer: Any, blocks: int) -> bool:
 
 def _activation(module: Any) -> Activation | Gated | None:
     """What a first layer of `FeedForward` does after its projection; None if the module is none."""
-    name = _name(module)
+    name = of_diffusers(module)
     if name == "GELU":
         known = {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
         return Activation(known) if known else None
@@ -113,17 +115,17 @@ def _fuse_projection(module: Any, call: Call) -> str | None:
 
 
 def _fuse_swiglu(module: Any, call: Call) -> str | None:
-    name = SWIGLU.get(_name(module))
-    if name is None or _name(module.act_fn) != name or not _colwise(module.linear_in, 2):
+    name = SWIGLU.get(of_diffusers(module))
+    if name is None or of_diffusers(module.act_fn) != name or not _colwise(module.linear_in, 2):
         return None
     return _become(module, FusedSwiGLU)
 
 
 def _fuse_single_block(module: Any, call: Call) -> str | None:
-    if not _name(module).endswith("SingleTransformerBlock"):
+    if not of_diffusers(module).endswith("SingleTransformerBlock"):
         return None
     if digest(type(module).forward) != SINGLE_BLOCK:
-        return _OTHER_CODE if _name(module) == "FluxSingleTransformerBlock" else None
+        return _OTHER_CODE if of_diffusers(module) == "FluxSingleTransformerBlock" else None
     gelu = type(module.act_mlp) is nn.GELU and module.act_mlp.approximate == "tanh"
     if not gelu or not _colwise(module.proj_mlp, 1) or not _takes_two(module.proj_out):
         return None
@@ -136,22 +138,33 @@ def _fuse_single_block(module: Any, call: Call) -> str | None:
     return None
 
 
+def _fuse_flux2_single_block(module: Any, call: Call) -> str | None:
+    if of_diffusers(module) != "Flux2SingleTransformerBlock":
+        return None
+    if digest(type(module).forward) != FLUX2_SINGLE_BLOCK:
+        return _OTHER_CODE
+    if "forward" in vars(module):
+        return _OWN_FORWARD
+    module.__dict__["forward"] = Forward(flux2.single_block, module)
+    return None
+
+
 def _takes_two(layer: Any) -> bool:
     return isinstance(layer, RowwiseLinear) and not layer.split_input and len(layer.parts) == 2
 
 
 def _fuse_parallel(module: Any, call: Call) -> str | None:
-    if _name(module) != "Flux2ParallelSelfAttention":
+    if of_diffusers(module) != "Flux2ParallelSelfAttention":
         return None
-    gated = module.mlp_mult_factor == 2 and _name(module.mlp_act_fn) == "Flux2SwiGLU"
+    gated = module.mlp_mult_factor == 2 and of_diffusers(module.mlp_act_fn) == "Flux2SwiGLU"
     if not gated or not _colwise(module.to_qkv_mlp_proj, 5) or not _takes_two(module.to_out):
         return None
     theirs = module.processor
-    if _name(theirs) != "Flux2ParallelSelfAttnProcessor":
+    if of_diffusers(theirs) != "Flux2ParallelSelfAttnProcessor":
         return f"its processor is a {type(theirs).__name__}"
     if digest(type(theirs).__call__) != PARALLEL:
         return _OTHER_CODE
-    ours = ParallelSelfAttention()
+    ours = flux2.ParallelSelfAttention()
     # An attention backend that was set before.
     vars(ours).update(vars(theirs))
     module.set_processor(ours)
@@ -172,7 +185,7 @@ def _same_input(module: Any) -> list[tuple[str, ...]]:
         return []
     second = all(has.get(f"add_{name}_proj") is not None for name in "qkv")
     cross = getattr(module, "is_cross_attention", None)
-    whole = second or cross is False or (cross is None and _name(module) in SELF_ATTENTION)
+    whole = second or cross is False or (cross is None and of_diffusers(module) in SELF_ATTENTION)
     return [
         ("to_q", "to_k", "to_v") if whole else ("to_k", "to_v"),
         ("add_q_proj", "add_k_proj", "add_v_proj") if second else ("add_k_proj", "add_v_proj"),
@@ -198,4 +211,4 @@ def _become(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return None
 
 
-_KINDS = (_fuse_projection, _fuse_swiglu, _fuse_single_block, _fuse_parallel, _fuse_attention)
+_KINDS = (_fuse_projection, _fuse_swiglu, _fuse_single_block, _fuse_flux2_single_block, _fuse_parallel, _fuse_attention)
