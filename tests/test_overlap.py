@@ -90,16 +90,16 @@ def test_sums_in_rank_order_are_not_started_early(ranks):
 
 
 def adapted(group: Group) -> bool:
-    """An adapter beside the weight, and a split input."""
+    """An adapter with a bias beside the weight, and a split input."""
     from tp_layers.layers.low_rank import LowRank
 
     full, x = linear(), integers(10, 24, seed=3)
-    lora = LowRank(integers(2, 24, seed=4), integers(7, 2, seed=5), None, 1.0)
+    lora = LowRank(integers(2, 24, seed=4), integers(7, 2, seed=5), integers(7, seed=6), 1.0)
     layer = RowwiseLinear.from_linear(full, group=group, split_input=True)
     layer.adapters["one"] = lora.shard(layer.spec, group)
     layer.overlap = Overlap(3)
     with torch.no_grad():
-        return torch.equal(layer(x), full(x) + (x @ lora.down.t()) @ lora.up.t())
+        return torch.equal(layer(x), full(x) + (x @ lora.down.t()) @ lora.up.t() + lora.bias)
 
 
 def test_adapters_are_in_each_chunk(ranks):

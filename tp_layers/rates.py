@@ -84,31 +84,42 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
     x, weight = (torch.ones(count, width, dtype=dtype, device=group.device) for count in (rows, width))
     # Longer than what a link or a switch may buffer.
     short, large = all_reduce(x[:1, :1].clone(), group), x.clone()
-
-    def both() -> torch.Tensor:
-        wait = start_all_reduce(large.zero_(), group)
-        torch.mm(x, weight)
-        return wait()
-
     ways: list[Callable[[], torch.Tensor]] = [
         lambda: x @ weight,
         lambda: x[:few] @ weight,
         lambda: all_reduce(short.zero_(), group),
         lambda: all_reduce(large.zero_(), group),
-        both,
     ]
-    seconds = [[_timed(way, group) for way in ways] for _ in range(rounds + 1)]
-    slowest = largest(torch.tensor(seconds[1:], dtype=torch.float64, device=group.device), group).tolist()
-    many, little, latency, transfer, _ = (median(column) for column in zip(*slowest, strict=True))
+    many, little, latency, transfer = (median(column) for column in zip(*_slowest(ways, group, rounds), strict=True))
     per_row = max(many - little, 1e-9) / (rows - few)
+    # Of two that take unlike times the noise of the longer would hide what becomes of the shorter.
+    alike = large[: max(1, min(rows, int(rows * many / transfer)))]
     return Rates(
         flops=2 * width * width / per_row,
         latency=latency,
         transfer=large.nbytes / max(transfer - latency, 1e-9),
         weights=width * width / max(little - few * per_row, 1e-9),
-        # What is seen in most rounds: chunks that do not pay cost more than chunks that are left out.
-        hidden=sorted(_hidden(gemm, reduce, at_once) for gemm, _, _, reduce, at_once in slowest)[rounds // 4],
+        hidden=_measure_hidden(x, weight, alike, group, rounds),
     )
+
+
+def _measure_hidden(x: torch.Tensor, weight: torch.Tensor, sent: torch.Tensor, group: Group, rounds: int) -> float:
+    """Of a GEMM of `x` and `weight` and a reduction of what is `sent`."""
+
+    def both() -> torch.Tensor:
+        wait = start_all_reduce(sent.zero_(), group)
+        torch.mm(x, weight)
+        return wait()
+
+    ways: list[Callable[[], torch.Tensor]] = [lambda: x @ weight, lambda: all_reduce(sent.zero_(), group), both]
+    # What is seen in most rounds: chunks that do not pay cost more than chunks that are left out.
+    return sorted(_hidden(*seconds) for seconds in _slowest(ways, group, rounds))[rounds // 4]
+
+
+def _slowest(ways: Sequence[Callable[[], torch.Tensor]], group: Group, rounds: int) -> list[list[float]]:
+    """The slowest rank's seconds of each way in each round; the first round does not count."""
+    seconds = [[_timed(way, group) for way in ways] for _ in range(rounds + 1)]
+    return largest(torch.tensor(seconds[1:], dtype=torch.float64, device=group.device), group).tolist()
 
 
 def _hidden(gemm: float, reduce: float, at_once: float) -> float:
