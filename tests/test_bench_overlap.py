@@ -19,8 +19,8 @@ from tp_layers.rates import Rates
 
 def rows(group: Group) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "WIDTH", 16)
-        layer = RowwiseLinear.from_linear(nn.Linear(32, 16), group=group)
+        patch.setattr(bench, "WIDTH", 512)
+        layer = RowwiseLinear.from_linear(nn.Linear(32, 512), group=group)
         x = torch.ones(64, layer.in_features)
         with torch.no_grad():
             found = [bench.measured(layer, x, Rates(1e6, 1e-9, 1e5), 2)]
@@ -31,7 +31,7 @@ def rows(group: Group) -> list[dict[str, Any]]:
 def test_a_row_has_all_times_and_what_follows_from_them(ranks):
     for row, too_long in ranks(2, rows):
         gemm, reduce = row["gemm_ms"], row["all_reduce_ms"]
-        assert row["chunks"] == 2 and too_long == {}
+        assert row["chunks"] > 1 and too_long == {}
         assert row["hidden"] == pytest.approx(
             (gemm + reduce - row["overlapped_ms"]) / min(gemm, reduce), rel=0.5, abs=1
         )

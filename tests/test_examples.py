@@ -14,6 +14,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
 import tp_layers
+from close import FLOAT32, relative_error
 from tp_layers.group import Group
 from tp_layers.verify import Verification
 
@@ -70,6 +71,33 @@ def test_several_ranks_draw_the_digits_of_one(ranks, one_rank, size):
     assert (several[0] - one_rank).abs().max() < 1 / 255
     # Nor are they a blank sheet.
     assert one_rank.shape == (10, 8, 8) and one_rank.std() > 0.2
+
+
+def on_axes(group: Group, way: str) -> torch.Tensor:
+    axes = script("axes")
+    return axes.draw(axes.WAYS[way](group.device), group.device)
+
+
+@pytest.mark.parametrize("way", ["context", "guidance"])
+def test_two_axes_of_a_mesh_draw_the_digits_of_one_rank(ranks, way):
+    axes = script("axes")
+    model = FluxTransformer2DModel.from_pretrained(axes.FOLDER, low_cpu_mem_usage=False).float()
+    one = axes.draw(axes.in_one_batch(model), torch.device("cpu"))
+    several = ranks(4, on_axes, way)
+    assert all(torch.equal(digits, several[0]) for digits in several)
+    assert relative_error(several[0], one) <= FLOAT32 and one.std() > 0.2
+
+
+@pytest.mark.slow
+def test_two_axes_of_a_mesh_run_under_torchrun():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, EXAMPLES / "axes.py"], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("tp x ")]
+    assert len(told) == 2 and all(line.endswith("from one rank, the ranks bit-identical") for line in told)
 
 
 def test_a_wrong_plan_draws_other_digits_and_verify_says_where(ranks, one_rank):

@@ -66,7 +66,7 @@ def chunked(group: Group, shape: tuple[int, ...], chunks: int, options: Options,
 def test_chunks_are_the_whole_bit_for_bit(ranks, shape, chunks, parts):
     rows = torch.Size(shape[:-1]).numel()
     for same, started in ranks(2, chunked, shape, chunks, Options(), parts):
-        assert same and started == (min(chunks, rows) if rows > 1 else 0)
+        assert same and started == (min(chunks, 7) if rows else 0)
 
 
 HOW = {
@@ -90,16 +90,16 @@ def test_sums_in_rank_order_are_not_started_early(ranks):
 
 
 def adapted(group: Group) -> bool:
-    """An adapter beside the weight, and a split input."""
+    """An adapter with a bias beside the weight, and a split input."""
     from tp_layers.layers.low_rank import LowRank
 
     full, x = linear(), integers(10, 24, seed=3)
-    lora = LowRank(integers(2, 24, seed=4), integers(7, 2, seed=5), None, 1.0)
+    lora = LowRank(integers(2, 24, seed=4), integers(7, 2, seed=5), integers(7, seed=6), 1.0)
     layer = RowwiseLinear.from_linear(full, group=group, split_input=True)
     layer.adapters["one"] = lora.shard(layer.spec, group)
     layer.overlap = Overlap(3)
     with torch.no_grad():
-        return torch.equal(layer(x), full(x) + (x @ lora.down.t()) @ lora.up.t())
+        return torch.equal(layer(x), full(x) + (x @ lora.down.t()) @ lora.up.t() + lora.bias)
 
 
 def test_adapters_are_in_each_chunk(ranks):
@@ -108,12 +108,12 @@ def test_adapters_are_in_each_chunk(ranks):
 
 def uneven(group: Group, flops: float) -> tuple[bool, int]:
     """Of a layer of which the ranks hold unequal parts, by rates: whether it is right, and its number of chunks."""
-    full = nn.Linear(640, 7)
+    full = nn.Linear(640, 1024)
     with torch.no_grad():
-        full.weight.copy_(integers(7, 640, seed=1))
-        full.bias.copy_(integers(7, seed=2))
-    layer, x = RowwiseLinear.from_linear(full, group=group, granules=[5]), integers(512, 640, seed=3)
-    layer.overlap = Overlap(Rates(flops=flops, latency=2e-5, transfer=1e9))
+        full.weight.copy_(integers(1024, 640, seed=1))
+        full.bias.copy_(integers(1024, seed=2))
+    layer, x = RowwiseLinear.from_linear(full, group=group, granules=[5]), integers(4, 640, seed=3)
+    layer.overlap = Overlap(Rates(flops=flops, latency=8e-6, transfer=1e9))
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         calls = Started(patch)
         y = layer(layer.features.take(x, group.rank, group.size))
@@ -210,33 +210,56 @@ def measured(group: Group) -> tuple[Rates, list[Any]]:
     return measure(group, torch.float32, width=64, rows=8, rounds=2), [layer.overlap.chunks for layer in layers]
 
 
+def test_what_is_hidden_is_a_part_of_the_shorter():
+    assert [rates._hidden(3.0, 2.0, both) for both in (3.0, 4.0, 5.0, 9.0, 1.0)] == [1.0, 0.5, 0.0, 0.0, 1.0]
+
+
 def test_rates_are_the_same_on_all_ranks(ranks):
     results = ranks(2, measured)
     assert results[0] == results[1]
     found, used = results[0]
-    assert min(found.flops, found.latency, found.transfer, found.weights) > 0
+    assert min(found.flops, found.latency, found.transfer, found.weights) > 0 and 0 <= found.hidden <= 1
     assert len(set(used)) == 1 and isinstance(used[0], Rates)
 
 
 LAYER = dict(rows=4096, width=3072, columns=1536, itemsize=2)
 
 
+def count(rates: Rates, **changed: int) -> int:
+    return len(rates.widths(**{**LAYER, **changed}))
+
+
 def test_chunks_pay_where_gemm_and_reduction_take_alike():
     # 39 GFLOP and 25 MB: 0.1 s each.
     balanced = Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8)
-    assert balanced.chunks(**LAYER) == 16
-    seconds = [balanced.seconds(count, **LAYER) for count in rates.CHUNKS]
+    assert count(balanced) == 16
+    seconds = [balanced.seconds([3072 // chunks] * chunks, **LAYER) for chunks in rates.CHUNKS]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.6 * seconds[0]
 
 
+@pytest.mark.parametrize("flops", [3.9e10, 2e11, 3.9e11, 8e11, 3.9e12])
+def test_what_cannot_be_hidden_is_the_smallest_chunk(flops):
+    found = Rates(flops=flops, latency=1e-5, transfer=2.5e8)
+    widths = found.widths(**LAYER)
+    assert sum(widths) == 3072 and min(widths) >= rates.FEWEST_COLUMNS and len(widths) > 2
+    # The GEMM of the first, or the reduction of the last, by what takes longer.
+    assert widths == sorted(widths, reverse=flops < 3.9e11) or flops == 3.9e11
+    # Of equal ones they differ by their rounding to 16 columns at most.
+    equal = [3072 // len(widths)] * len(widths)
+    assert found.seconds(widths, **LAYER) <= 1.03 * found.seconds(equal, **LAYER)
+
+
 def test_chunks_do_not_pay_where_one_takes_all_or_each_costs_much():
-    assert Rates(flops=3.9e14, latency=1e-5, transfer=2.5e8).chunks(**LAYER) == 1
-    assert Rates(flops=3.9e11, latency=1e-5, transfer=1e13).chunks(**LAYER) == 1
-    assert Rates(flops=3.9e11, latency=1.0, transfer=2.5e8).chunks(**LAYER) == 1
-    assert Rates(flops=3.9e11, latency=2e-2, transfer=2.5e8).chunks(**LAYER) in (2, 4)
-    assert Rates(flops=3.9e11, latency=1e-9, transfer=2.5e8).chunks(**{**LAYER, "rows": 63}) == 1
-    # Each chunk reads a weight anew that takes as long as the whole GEMM.
-    assert Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, weights=4.7e7).chunks(**LAYER) == 1
+    assert count(Rates(flops=3.9e14, latency=1e-5, transfer=2.5e8)) == 1
+    assert count(Rates(flops=3.9e11, latency=1e-5, transfer=1e13)) == 1
+    assert count(Rates(flops=3.9e11, latency=1.0, transfer=2.5e8)) == 1
+    assert count(Rates(flops=3.9e11, latency=2e-2, transfer=2.5e8)) in (2, 3, 4)
+    assert count(Rates(flops=3.9e11, latency=1e-9, transfer=2.5e8), width=255) == 1
+    assert count(Rates(flops=3.9e11, latency=1e-9, transfer=2.5e8), rows=0) == 1
+    # Nothing is gained where the processor that computes moves the bytes.
+    assert count(Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, hidden=0.0)) == 1
+    # Each chunk goes through an input anew that takes as long as the whole GEMM.
+    assert count(Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, weights=6.3e7)) == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", None])

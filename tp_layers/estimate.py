@@ -187,4 +187,4 @@ def _hidden(model: nn.Module, resolved: Resolved, call: Call, count: int, rates:
         return 0.0
     width, columns = local_shape(resolved, f"{call.path}.weight", layer.weight)
     shape = (count, width, columns, layer.weight.dtype.itemsize)
-    return rates.seconds(1, *shape) - rates.seconds(rates.chunks(*shape), *shape)
+    return rates.seconds([width], *shape) - rates.seconds(rates.widths(*shape), *shape)

@@ -1,54 +1,84 @@
 """How fast the ranks of a group compute and communicate, measured, and what follows for the chunks of a sum."""
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from .collectives import all_reduce, largest
+from .collectives import all_reduce, largest, start_all_reduce
 from .group import Group
 
-CHUNKS = (1, 2, 4, 8, 16)
-# Fewer rows of a GEMM leave processors idle.
-FEWEST_ROWS = 32
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Fewer columns of an output leave processors idle.
+FEWEST_COLUMNS = 128
 # What is predicted must be better by this, or it is noise.
 GAIN = 1.05
+# A chunk is at most this many times as wide as the one beside it, and of a multiple of columns, but for the last one.
+STEEPEST, MULTIPLE = 2.0, 16
 
 
 @dataclass(frozen=True)
 class Rates:
     """What the slowest rank does in a second: `flops` of a GEMM, `transfer` bytes of a tensor that is all-reduced.
 
-    `latency`: seconds of the shortest all-reduce. `weights`: elements of a weight that a GEMM of few rows goes through,
-    which every chunk does anew.
+    `latency`: seconds of the shortest all-reduce. `weights`: elements of an operand that a GEMM goes through, whose
+    other operand is small. `hidden`: of the shorter of a GEMM and an all-reduce at one time, the part that costs
+    nothing; what moves the bytes may be the processor that computes.
     """
 
     flops: float
     latency: float
     transfer: float
     weights: float = math.inf
+    hidden: float = 1.0
 
-    def seconds(self, chunks: int, rows: int, width: int, columns: int, itemsize: int) -> float:
-        """Of `[rows, width]` computed from `columns` columns and all-reduced, in equal chunks of rows."""
-        gemm = width * columns * (2 * rows / chunks / self.flops + 1 / self.weights)
-        reduce = self.latency + rows * width * itemsize / self.transfer / chunks
-        return gemm + (chunks - 1) * max(gemm, reduce) + reduce
+    def widths(self, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
+        """The chunks, of their widths in turn, that take least for `[rows, width]` computed from `columns` columns.
 
-    def chunks(self, rows: int, width: int, columns: int, itemsize: int) -> int:
-        """The number of chunks that takes least; 1 where others gain nothing to speak of."""
-        fit = [count for count in CHUNKS if count == 1 or rows // count >= FEWEST_ROWS]
-        best = min(fit, key=lambda count: self.seconds(count, rows, width, columns, itemsize))
-        whole, chunked = (self.seconds(count, rows, width, columns, itemsize) for count in (1, best))
-        return best if whole > GAIN * chunked else 1
+        One where others gain nothing to speak of. Each chunk's GEMM, slowed by it, takes about as long as the reduction
+        of the one before: the first is small where reductions take longer, the last where GEMMs do.
+        """
+        shape = (rows, width, columns, itemsize)
+        ways = [self._widths(count, *shape) for count in CHUNKS]
+        fit = [widths for widths in ways if len(widths) == 1 or min(widths) >= FEWEST_COLUMNS]
+        best = min(fit, key=lambda widths: self.seconds(widths, *shape))
+        return best if self.seconds([width], *shape) > GAIN * self.seconds(best, *shape) else [width]
+
+    def seconds(self, widths: Sequence[int], rows: int, width: int, columns: int, itemsize: int) -> float:
+        """Of the same in chunks of these widths."""
+        gemms, reductions = self._whole(rows, width, columns, itemsize)
+        gemm = [gemms * part / width for part in widths]
+        # Each chunk but the first goes through the input anew.
+        gemm[1:] = [seconds + rows * columns / self.weights for seconds in gemm[1:]]
+        reduction = [self.latency + reductions * part / width for part in widths]
+        # Each at one time with the reduction before it.
+        pairs = [(max(pair), min(pair)) for pair in zip(gemm[1:], reduction[:-1], strict=True)]
+        both = sum(longer + (1 - self.hidden) * shorter for longer, shorter in pairs)
+        copied = rows * width / self.weights if pairs else 0.0
+        return gemm[0] + both + reduction[-1] + copied
+
+    def _whole(self, rows: int, width: int, columns: int, itemsize: int) -> tuple[float, float]:
+        """Seconds of the whole GEMM and of moving its result."""
+        gemm = width * columns * (2 * rows / self.flops + 1 / self.weights)
+        return gemm, rows * width * itemsize / self.transfer
+
+    def _widths(self, count: int, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
+        gemm, reduction = self._whole(rows, width, columns, itemsize)
+        slowed = gemm + (1 - self.hidden) * min(gemm, reduction)
+        growth = min(max(reduction, slowed / STEEPEST) / slowed, STEEPEST) if slowed else 1.0
+        shares = [growth**number for number in range(count)]
+        ends = [round(width / MULTIPLE * part / sum(shares)) * MULTIPLE for part in itertools.accumulate(shares)]
+        return [stop - start for start, stop in itertools.pairwise([0, *ends[:-1], width])]
 
 
 def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256, rounds: int = 5) -> Rates:
-    """The rates of `group` for models in `dtype`, by two GEMMs and two all-reduces. All ranks call it.
+    """The rates of `group` for models in `dtype`, by two GEMMs, two all-reduces, and one of each at one time.
 
-    The ranks meet in each round, and the median over rounds of the slowest rank's times counts.
+    All ranks call it. They meet in each round, and the median over rounds of the slowest rank's times counts.
     """
     few = max(rows // 16, 1)
     x, weight = (torch.ones(count, width, dtype=dtype, device=group.device) for count in (rows, width))
@@ -60,16 +90,40 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
         lambda: all_reduce(short.zero_(), group),
         lambda: all_reduce(large.zero_(), group),
     ]
-    seconds = [[_timed(way, group) for way in ways] for _ in range(rounds + 1)]
-    slowest = largest(torch.tensor(seconds[1:], dtype=torch.float64, device=group.device), group).tolist()
-    many, little, latency, transfer = (median(column) for column in zip(*slowest, strict=True))
+    many, little, latency, transfer = (median(column) for column in zip(*_slowest(ways, group, rounds), strict=True))
     per_row = max(many - little, 1e-9) / (rows - few)
+    # Of two that take unlike times the noise of the longer would hide what becomes of the shorter.
+    alike = large[: max(1, min(rows, int(rows * many / transfer)))]
     return Rates(
         flops=2 * width * width / per_row,
         latency=latency,
         transfer=large.nbytes / max(transfer - latency, 1e-9),
         weights=width * width / max(little - few * per_row, 1e-9),
+        hidden=_measure_hidden(x, weight, alike, group, rounds),
     )
+
+
+def _measure_hidden(x: torch.Tensor, weight: torch.Tensor, sent: torch.Tensor, group: Group, rounds: int) -> float:
+    """Of a GEMM of `x` and `weight` and a reduction of what is `sent`."""
+
+    def both() -> torch.Tensor:
+        wait = start_all_reduce(sent.zero_(), group)
+        torch.mm(x, weight)
+        return wait()
+
+    ways: list[Callable[[], torch.Tensor]] = [lambda: x @ weight, lambda: all_reduce(sent.zero_(), group), both]
+    # What is seen in most rounds: chunks that do not pay cost more than chunks that are left out.
+    return sorted(_hidden(*seconds) for seconds in _slowest(ways, group, rounds))[rounds // 4]
+
+
+def _slowest(ways: Sequence[Callable[[], torch.Tensor]], group: Group, rounds: int) -> list[list[float]]:
+    """The slowest rank's seconds of each way in each round; the first round does not count."""
+    seconds = [[_timed(way, group) for way in ways] for _ in range(rounds + 1)]
+    return largest(torch.tensor(seconds[1:], dtype=torch.float64, device=group.device), group).tolist()
+
+
+def _hidden(gemm: float, reduce: float, at_once: float) -> float:
+    return min(max((gemm + reduce - at_once) / min(gemm, reduce), 0.0), 1.0)
 
 
 def _timed(run: Callable[[], torch.Tensor], group: Group) -> float:

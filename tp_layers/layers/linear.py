@@ -5,7 +5,7 @@ refuses it; both have its attributes and state-dict keys. `in_features` is the w
 `out_features` the width it returns, `weight` and `bias` are this rank's shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..kernels.colwise import colwise
 from ..kernels.rowwise import rowwise
 from ..plans.spec import ShardSpec
 from .epilogue import Epilogue
-from .low_rank import Adaptable, LowRank, add_adapters
+from .low_rank import Adaptable, LowRank, add_adapters, add_ups, downs
 from .options import DEFAULT, Options
 from .overlap import Overlap
 from .sharded import ShardedLayer
@@ -199,6 +199,16 @@ class RowwiseLinear(ShardedLinear):
         how: dict[str, Any] = dict(ranges=self.ranges, out=out, out_dtype=wide, backend=self.options.backend)
         y = rowwise(x, self.weight, self.bias, first, **how)
         return add_adapters(y, x, self.adapters, add_bias=first)
+
+    def partial_sums(
+        self, x: torch.Tensor | Sequence[torch.Tensor], wide: torch.dtype | None, parts: Sequence[slice]
+    ) -> Iterator[torch.Tensor]:
+        """The same for one part of N after the other, each computed when it is asked for; nothing is differentiated."""
+        first, low = self.group.rank == 0, downs(x, self.adapters)
+        how: dict[str, Any] = dict(ranges=self.ranges, out_dtype=wide, backend=self.options.backend)
+        for part in parts:
+            y = rowwise(x, self.weight[part], None if self.bias is None else self.bias[part], first, **how)
+            yield add_ups(y, low, self.adapters, first, part)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:
         width = x.shape[-1] if isinstance(x, torch.Tensor) else sum(part.shape[-1] for part in x)

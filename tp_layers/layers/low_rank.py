@@ -88,15 +88,28 @@ def add_adapters(y: torch.Tensor, x: Inputs, adapters: dict[str, LowRank], add_b
 
     `x [.., K]`, or several inputs that meet the columns of `down` in turn. A `y` wider than `x` is added to unrounded.
     """
-    for adapter in adapters.values():
-        if adapter.factor == 0:
-            continue
-        h = _down(x, adapter.down)
+    return add_ups(y, downs(x, adapters), adapters, add_bias)
+
+
+def downs(x: Inputs, adapters: dict[str, LowRank]) -> list[torch.Tensor]:
+    """`x @ down.T [.., r]` of each of the `adapters` that are turned on."""
+    return [_down(x, adapter.down) for adapter in adapters.values() if adapter.factor]
+
+
+def add_ups(
+    y: torch.Tensor,
+    low: list[torch.Tensor],
+    adapters: dict[str, LowRank],
+    add_bias: bool = True,
+    part: slice = slice(None),
+) -> torch.Tensor:
+    """`y [.., N]`, given up to the call, with what the `adapters` make of `low`, their `downs`; of a `part` of N."""
+    for h, adapter in zip(low, [adapter for adapter in adapters.values() if adapter.factor], strict=True):
         # One pass over y, in place: the buffer that is reduced or gathered. A copy only where y is not contiguous.
-        rows = y.reshape(-1, y.shape[-1])
-        rows = rows.addmm_(h.reshape(-1, h.shape[-1]).to(y.dtype), adapter.up.t().to(y.dtype), alpha=adapter.factor)
+        rows, up = y.reshape(-1, y.shape[-1]), adapter.up[part]
+        rows = rows.addmm_(h.reshape(-1, h.shape[-1]).to(y.dtype), up.t().to(y.dtype), alpha=adapter.factor)
         if adapter.bias is not None and add_bias:
-            rows = rows.add_(adapter.bias.to(y.dtype), alpha=adapter.factor)
+            rows = rows.add_(adapter.bias[part].to(y.dtype), alpha=adapter.factor)
         y = rows.view(y.shape)
     return y
 

@@ -1,20 +1,22 @@
 """Overlap: the sum over ranks of a rowwise output, taken while something else is computed.
 
-    in chunks   each chunk of rows is reduced while the next one is computed
+    in chunks   each chunk of the output's columns is reduced while the next one is computed
     put off     the whole is reduced while whatever comes next is computed, up to the first operation that reads it
 
     time        whole    GEMM + latency + transfer
                 chunked  the first chunk's GEMM, then chunk by chunk the longer of GEMM and reduction, then the last
                          chunk's reduction
 
-A chunk costs another latency, so the number of chunks follows from what the group and the device do in a second (see
-`rates.py`), and is 1 where chunks cannot pay. Where something is differentiated, or under autocast, the whole is
-computed and reduced.
+A chunk of columns needs its own rows of the weight only, so that the weight is read once, as without chunks; a chunk of
+the input's rows would need all of it. It costs another latency and reads the input anew, so the number of chunks, and
+their widths, follow from what the group and the device do in a second (see `rates.py`); there is one where chunks
+cannot pay. Where something is differentiated, or under autocast, the whole is computed and reduced.
 
 What is put off leaves the layer as torch's `AsyncCollectiveTensor`, which any operation of torch waits for; code that
 reads memory by itself (`from_dlpack`) does not.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..collectives import all_reduce, all_reduce_later, start_all_reduce
-from ..kernels.contract import as_rows, needs_grad
+from ..kernels.contract import needs_grad
 from ..rates import Rates
 
 if TYPE_CHECKING:
@@ -45,35 +47,34 @@ class Overlap:
         autocast = torch.is_autocast_enabled(xs[0].device.type)
         if autocast or needs_grad(*xs, layer.weight, layer.bias):
             return all_reduce(layer.partial_sum(x, wide), layer.group)
-        count = self._count(layer, xs, wide)
-        if count > 1:
-            return _in_chunks(layer, xs, wide, count)
+        widths = self._widths(layer, xs, wide)
+        if len(widths) > 1:
+            return _in_chunks(layer, x, wide, widths)
         y = layer.partial_sum(x, wide)
         return all_reduce_later(y, layer.group) if self.later and wide is None else all_reduce(y, layer.group)
 
-    def _count(self, layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None) -> int:
-        rows = xs[0].shape[:-1].numel()
+    def _widths(self, layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None) -> list[int]:
+        """Columns of each chunk of the output."""
+        N = layer.out_features
         if isinstance(self.chunks, int):
-            return max(1, min(self.chunks, rows))
+            count = min(self.chunks, N)
+            return [N * (number + 1) // count - N * number // count for number in range(count)]
         itemsize = (wide or xs[0].dtype).itemsize
-        # All ranks must come to one number: they count for the one that has the most columns.
-        return self.chunks.chunks(rows, layer.out_features, layer.spec.longest(layer.group.size), itemsize)
+        # All ranks must come to the same: they compute it for the one that has the most columns.
+        return self.chunks.widths(xs[0].shape[:-1].numel(), N, layer.spec.longest(layer.group.size), itemsize)
 
 
 def _in_chunks(
-    layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None, count: int
+    layer: "RowwiseLinear", x: torch.Tensor | Sequence[torch.Tensor], wide: torch.dtype | None, widths: Sequence[int]
 ) -> torch.Tensor:
-    shape, dtype = (*xs[0].shape[:-1], layer.out_features), wide or layer.weight.dtype
-    inputs = zip(*(as_rows(x).tensor_split(count) for x in xs), strict=True)
+    ends = [0, *itertools.accumulate(widths)]
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+    sums = [start_all_reduce(chunk, layer.group) for chunk in layer.partial_sums(x, wide, parts)]
     if torch.compiler.is_compiling():
-        sums = [start_all_reduce(layer.partial_sum(chunk, wide), layer.group) for chunk in inputs]
-        return torch.cat([wait() for wait in sums]).view(shape)
-    y = xs[0].new_empty(shape, dtype=dtype)
-    # Row views of one buffer: each is contiguous, and nothing is put together afterwards.
-    sums = [
-        start_all_reduce(layer.partial_sum(chunk, wide, out=rows), layer.group)
-        for chunk, rows in zip(inputs, as_rows(y).tensor_split(count), strict=True)
-    ]
-    for wait in sums:
-        wait()
+        return torch.cat([wait() for wait in sums], -1)
+    first = x if isinstance(x, torch.Tensor) else x[0]
+    y = first.new_empty((*first.shape[:-1], layer.out_features), dtype=wide or layer.weight.dtype)
+    # While one is copied the next ones are reduced.
+    for part, wait in zip(parts, sums, strict=True):
+        y[..., part] = wait()
     return y
