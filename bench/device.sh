@@ -24,10 +24,14 @@ workers=()
 "$python" -c "import xdist" 2>/dev/null && workers=(-n 8)
 
 tests=("$python" -m pytest tests/kernels tests/test_read_on_gpu.py -m gpu --junitxml="$out/gpu-tests.xml")
+# Apart, as a collective that waits for ever would take the other tests along.
+groups=("$python" -m pytest tests/test_group_on_gpu.py tests/test_graph_on_gpu.py -m gpu
+    --junitxml="$out/group-tests.xml")
 load=("$python" bench/load_cuda.py --output "$out/load_cuda.csv")
 bench=("$python" bench/kernels.py --output "$out/kernels.csv")
 if [ -n "${DRY_RUN:-}" ]; then
     tests+=(--collect-only)
+    groups+=(--collect-only)
     load+=(--dry-run)
     bench+=(--dry-run)
     export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
@@ -37,8 +41,11 @@ else
 fi
 
 # Interrupted, pytest still says what it has seen.
-timeout --signal=INT --kill-after=10 $((seconds / 2)) "${tests[@]}" 2>&1 | tee "$out/gpu-tests.txt"
+timeout --signal=INT --kill-after=10 $((seconds * 2 / 5)) "${tests[@]}" 2>&1 | tee "$out/gpu-tests.txt"
 status=$?
+
+timeout --signal=INT --kill-after=5 60 "${groups[@]}" 2>&1 | tee "$out/group-tests.txt"
+[ $? -eq 0 ] || status=1
 
 timeout --kill-after=5 45 "${load[@]}" 2>&1 | tee "$out/load_cuda.txt"
 [ $? -eq 0 ] || status=1

@@ -221,4 +221,9 @@ def test_the_dry_run_of_the_device_script(tmp_path):
     assert all(bool(row["microseconds"]) != bool(row["note"]) for row in rows)
     assert all(float(row["error"]) < 1e-5 for row in rows if row["error"])
     assert "FASTER" in (tmp_path / "measured.py").read_text()
-    assert "test_rowwise_of_one_and_two_inputs" in (tmp_path / "gpu-tests.txt").read_text()
+    for name, file in (
+        ("test_rowwise_of_one_and_two_inputs", "gpu-tests.txt"),
+        ("test_chunks_are_the_whole_bit_for_bit", "group-tests.txt"),
+        ("test_replays_are_eager_bit_for_bit", "group-tests.txt"),
+    ):
+        assert name in (tmp_path / file).read_text()
