@@ -25,7 +25,7 @@ workers=()
 
 tests=("$python" -m pytest tests/kernels tests/test_read_on_gpu.py -m gpu --junitxml="$out/gpu-tests.xml")
 # Apart, as a collective that waits for ever would take the other tests along.
-groups=("$python" -m pytest tests/test_group_on_gpu.py tests/test_graph_on_gpu.py -m gpu
+groups=("$python" -m pytest tests/test_group_on_gpu.py tests/test_graph_on_gpu.py tests/test_ways_on_gpu.py -m gpu -rs
     --junitxml="$out/group-tests.xml")
 load=("$python" bench/load_cuda.py --output "$out/load_cuda.csv")
 bench=("$python" bench/kernels.py --output "$out/kernels.csv")

@@ -225,5 +225,6 @@ def test_the_dry_run_of_the_device_script(tmp_path):
         ("test_rowwise_of_one_and_two_inputs", "gpu-tests.txt"),
         ("test_chunks_are_the_whole_bit_for_bit", "group-tests.txt"),
         ("test_replays_are_eager_bit_for_bit", "group-tests.txt"),
+        ("test_outputs_are_in_registered_memory", "group-tests.txt"),
     ):
         assert name in (tmp_path / file).read_text()

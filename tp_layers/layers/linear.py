@@ -20,7 +20,7 @@ from ..plans.spec import ShardSpec
 from .epilogue import Epilogue
 from .low_rank import Adaptable, LowRank, add_adapters
 from .options import DEFAULT, Options
-from .overlap import Overlap
+from .overlap import Overlap, memory
 from .sharded import ShardedLayer
 from .together import Together
 
@@ -183,7 +183,7 @@ class RowwiseLinear(ShardedLinear):
         if self.overlap is not None:
             y = self.overlap.reduced(self, x, wide)
         else:
-            y = self.partial_sum(x, wide)
+            y = self.partial_sum(x, wide, memory(self, x, wide) if self.reduce else None)
             y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..collectives import all_reduce, all_reduce_later, start_all_reduce
+from .. import windows
+from ..collectives import all_reduce, all_reduce_later, memory_for_sum, start_all_reduce
 from ..kernels.contract import as_rows, needs_grad
 from ..rates import Rates
 
@@ -48,7 +49,7 @@ class Overlap:
         count = self._count(layer, xs, wide)
         if count > 1:
             return _in_chunks(layer, xs, wide, count)
-        y = layer.partial_sum(x, wide)
+        y = layer.partial_sum(x, wide, memory(layer, x, wide))
         return all_reduce_later(y, layer.group) if self.later and wide is None else all_reduce(y, layer.group)
 
     def _count(self, layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None) -> int:
@@ -60,6 +61,19 @@ class Overlap:
         return self.chunks.chunks(rows, layer.out_features, layer.spec.longest(layer.group.size), itemsize)
 
 
+def memory(
+    layer: "RowwiseLinear", x: torch.Tensor | Sequence[torch.Tensor], wide: torch.dtype | None, chunks: int = 1
+) -> torch.Tensor | None:
+    """Where the layer's partial sum is to be written, if all-reduces are faster there; None: anywhere."""
+    if not windows.WINDOWS:
+        return None
+    xs = [x] if isinstance(x, torch.Tensor) else list(x)
+    if needs_grad(*xs, layer.weight, layer.bias) or torch.is_autocast_enabled(xs[0].device.type):
+        return None
+    shape = (*xs[0].shape[:-1], layer.out_features)
+    return memory_for_sum(shape, wide or layer.weight.dtype, xs[0].device, layer.group, chunks)
+
+
 def _in_chunks(
     layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None, count: int
 ) -> torch.Tensor:
@@ -68,7 +82,8 @@ def _in_chunks(
     if torch.compiler.is_compiling():
         sums = [start_all_reduce(layer.partial_sum(chunk, wide), layer.group) for chunk in inputs]
         return torch.cat([wait() for wait in sums]).view(shape)
-    y = xs[0].new_empty(shape, dtype=dtype)
+    y = memory(layer, xs, wide, count)
+    y = xs[0].new_empty(shape, dtype=dtype) if y is None else y
     # Row views of one buffer: each is contiguous, and nothing is put together afterwards.
     sums = [
         start_all_reduce(layer.partial_sum(chunk, wide, out=rows), layer.group)
