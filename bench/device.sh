@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 out=${OUT:-bench/results}
 seconds=${SECONDS_IN_ALL:-345}
 # Of the steps between the kernels' tests and benchmarks.
-tests_limit=60 limit=45
+tests_limit=80 limit=45
 mkdir -p "$out"
 
 left() { echo $((seconds - SECONDS)); }

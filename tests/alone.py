@@ -5,6 +5,7 @@ sums come back as they were, or doubled where `Doubled` stands in for a second r
 the doubling is part of the reduction: NCCL launches nothing for a plain sum over one rank in place.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,15 +33,17 @@ def one_rank(device: str) -> Iterator[dist.ProcessGroup]:
     """The default process group of this process alone, for the time of the block."""
     assert not dist.is_initialized()
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else None
-    with pytest.MonkeyPatch.context() as patch:
-        # The host's name need not resolve.
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, device_id=where)
-    try:
-        yield dist.group.WORLD
-    finally:
-        forget_graphs()
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            # The host's name need not resolve.
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+            store = dist.FileStore(f"{folder}/store", 1)
+            dist.init_process_group(BACKENDS[device], store=store, rank=0, world_size=1, device_id=where)
+        try:
+            yield dist.group.WORLD
+        finally:
+            forget_graphs()
+            dist.destroy_process_group()
 
 
 def half(rank: int, process_group: dist.ProcessGroup) -> Group:
