@@ -1,6 +1,7 @@
 """Symmetric and registered memory, and a GPU's name, as CPU ranks can have them: what chooses between them is real."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from seeded import per_rank
 from tp_layers import registered, symmetric, ways, windows
+from tp_layers.collectives import all_reduce
+from tp_layers.group import Group
 
 GPU = "a fake GPU"
+WINDOWS = ((64, 512, "one_shot"), (528, 1024, "two_shot"), (2048, 2048, "multimem"), (4096, 8192, "registered"))
+
+
+def table(size: int, found: Sequence[windows.Window] = WINDOWS, dtype: str = "float32") -> dict[Any, Any]:
+    return {(GPU, size, dtype): tuple(found)}
 
 
 class FakeWays:
@@ -69,3 +78,13 @@ def allocate(staging: symmetric.Staging) -> None:
 
 def meet(staging: symmetric.Staging) -> None:
     staging.multicast = True
+
+
+def reduced(group: Group, dtype: torch.dtype, lengths: Sequence[int], of: dict[Any, Any]) -> list[str]:
+    """The way of a sum of each length, which must be right and in place."""
+    with FakeWays(of) as fake:
+        for length in lengths:
+            terms = per_rank((length,), group.size, length, dtype)
+            x = terms[group.rank].clone()
+            assert all_reduce(x, group) is x and torch.equal(x, sum(terms)), length
+        return fake.calls

@@ -1,7 +1,6 @@
-"""Which way a sum over ranks takes, by a filled table and faked sums: windows, what does not fit, fallbacks."""
+"""Which way a sum over ranks takes, by a filled table and faked sums: windows, and what does not fit."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,30 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fake_ways import GPU, FakeWays, allocate
-from seeded import integers, per_rank
-from tp_layers import RowwiseLinear, graphs, registered, symmetric, ways, windows
+from fake_ways import WINDOWS, FakeWays, reduced, table
+from seeded import per_rank
+from tp_layers import RowwiseLinear, graphs, ways
 from tp_layers.collectives import all_reduce, start_all_reduce
 from tp_layers.group import Group
-from tp_layers.layers.options import Options
-from tp_layers.layers.overlap import Overlap
-
-WINDOWS = ((64, 512, "one_shot"), (528, 1024, "two_shot"), (2048, 2048, "multimem"), (4096, 8192, "registered"))
-
-
-def table(size: int, found: Sequence[windows.Window] = WINDOWS, dtype: str = "float32") -> dict[Any, Any]:
-    return {(GPU, size, dtype): tuple(found)}
-
-
-def reduced(group: Group, dtype: torch.dtype, lengths: Sequence[int], of: dict[Any, Any]) -> list[str]:
-    """The way of a sum of each length, which must be right and in place."""
-    with FakeWays(of) as fake:
-        for length in lengths:
-            terms = per_rank((length,), group.size, length, dtype)
-            x = terms[group.rank].clone()
-            assert all_reduce(x, group) is x and torch.equal(x, sum(terms)), length
-        return fake.calls
-
 
 # Bytes of a float32 message, and its way.
 EDGES = {
@@ -143,86 +123,6 @@ def test_what_only_the_groups_own_may_sum(ranks):
         assert set(map(tuple, found.values())) <= {("own",), ()}, found
 
 
-class Log(logging.Handler):
-    """The lines that `ways` logs, for the time of the block."""
-
-    def __enter__(self) -> "Log":
-        self.lines: list[str] = []
-        ways.logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        ways.logger.removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def failing(group: Group, what: str) -> tuple[list[str], list[str]]:
-    """The ways of three sums and their log, where rank 1 lacks something."""
-
-    def no_memory(staging: symmetric.Staging) -> None:
-        if group.rank == 1:
-            raise torch.OutOfMemoryError("no memory left")
-        allocate(staging)
-
-    def does_not_meet(staging: symmetric.Staging) -> None:
-        raise RuntimeError("no peer access")
-
-    with FakeWays(table(group.size)) as fake, Log() as log:
-        patch = fake.patch
-        if what == "memory":
-            patch.setattr(symmetric.Staging, "allocate", no_memory)
-        elif what == "a link":
-            patch.setattr(symmetric.Staging, "meet", does_not_meet)
-        elif what == "multicast":
-            patch.setattr(symmetric.Staging, "meet", lambda staging: setattr(staging, "multicast", group.rank != 1))
-        elif what == "an operator" and group.rank == 1:
-            patch.setitem(symmetric._OPERATORS, "one_shot", "absent")
-        elif what == "the GPU" and group.rank == 1:
-            patch.setattr(ways, "machine", lambda device: "another")
-        elif what == "the host" and group.rank == 1:
-            patch.setattr(ways.socket, "gethostname", lambda: "another")
-        elif what == "the table" and group.rank == 1:
-            patch.setattr(windows, "WINDOWS", table(group.size, WINDOWS[:1]))
-        for nbytes in (64, 1024, 2048, 64, 1024):
-            x = torch.full((nbytes // 4,), float(group.rank + 1))
-            assert torch.equal(all_reduce(x, group), torch.full_like(x, 3.0))
-        return fake.calls, log.lines
-
-
-NCCL = "sums over 2 ranks are NCCL's own"
-LACKS = {
-    "memory": (
-        ["own"] * 5,
-        f"{NCCL}, not one_shot and two_shot and multimem: rank 1: OutOfMemoryError: no memory left",
-    ),
-    "a link": (["own"] * 5, f"{NCCL}, not one_shot and two_shot and multimem: rank 0: RuntimeError: no peer access"),
-    "multicast": (
-        ["one_shot", "two_shot", "own", "one_shot", "two_shot"],
-        f"{NCCL}, not multimem: rank 1: its switch does not multicast",
-    ),
-    "an operator": (
-        ["own", "two_shot", "multimem", "own", "two_shot"],
-        f"{NCCL}, not one_shot: rank 1: torch {torch.__version__} has no symm_mem.absent",
-    ),
-    "the GPU": (["own"] * 5, f"{NCCL}: they have not one GPU"),
-    "the host": (["own"] * 5, f"{NCCL}: they have not one host"),
-    "the table": (["own"] * 5, f"{NCCL}: they have not one table"),
-}
-
-
-@pytest.mark.parametrize("what", LACKS)
-def test_what_one_rank_lacks_no_rank_takes_and_a_line_says_so(ranks, what):
-    calls, line = LACKS[what]
-    assert ranks(2, failing, what) == [(calls, [line])] * 2
-
-
-def test_two_shot_is_for_the_sizes_that_torch_has(ranks):
-    of = table(3, [(64, 64, "two_shot"), (128, 128, "one_shot")])
-    assert ranks(3, reduced, torch.float32, [16, 32], of) == [["own", "one_shot"]] * 3
-
-
 def unmeasured(group: Group) -> list[str]:
     """With the table as it is shipped nothing is asked of anybody, not even the name of the GPU."""
     with FakeWays({}) as fake, pytest.MonkeyPatch.context() as patch:
@@ -237,70 +137,3 @@ def unmeasured(group: Group) -> list[str]:
 
 def test_without_measurements_nothing_is_other_than_it_was(ranks):
     assert ranks(2, unmeasured) == [["own"] * 2] * 2
-
-
-def outputs(group: Group, overlap: Any, options: Options, grad: bool) -> tuple[list[str], bool]:
-    """Three outputs of a layer of 4096 bytes, alive at once."""
-    full = nn.Linear(8, 16)
-    with torch.no_grad():
-        full.weight.copy_(integers(16, 8, seed=1))
-        full.bias.copy_(integers(16, seed=2))
-    layer = RowwiseLinear.from_linear(full, group=group, options=options)
-    layer.overlap = overlap
-    inputs = [integers(4, 16, 8, seed=seed) for seed in (3, 4, 5)]
-    with FakeWays(table(group.size)) as fake, torch.set_grad_enabled(grad):
-        found = [layer(layer.features.take(x, group.rank, group.size)) for x in inputs]
-    return fake.calls, all(torch.equal(y, full(x)) for x, y in zip(inputs, found, strict=True))
-
-
-LAYERS = {
-    "whole": (None, Options(), False, ["memory", "own"]),
-    "put off": (Overlap(1, later=True), Options(), False, ["memory"]),
-    # By the length of a chunk: of 2048 bytes no window says that memory matters.
-    "in chunks": (Overlap(2), Options(), False, ["own", "own"]),
-    "differentiated": (None, Options(), True, ["own"]),
-    # 8192 bytes then.
-    "in float64": (None, Options(reduce_dtype=torch.float64), False, ["own"]),
-}
-
-
-@pytest.mark.parametrize("case", LAYERS)
-def test_outputs_are_in_registered_memory_where_a_window_says_so(ranks, case):
-    overlap, options, grad, calls = LAYERS[case]
-    assert ranks(2, outputs, overlap, options, grad) == [(calls * 3, True)] * 2
-
-
-def test_chunks_of_a_window_are_in_registered_memory(ranks):
-    assert ranks(2, longer) == [["memory", "own", "own"]] * 2
-
-
-def longer(group: Group) -> list[str]:
-    layer = RowwiseLinear.from_linear(nn.Linear(8, 16), group=group)
-    layer.overlap = Overlap(2)
-    with FakeWays(table(group.size)) as fake, torch.no_grad():
-        layer(torch.ones(128, layer.in_features))
-    return fake.calls
-
-
-def real(group: Group) -> str:
-    assert group.process_group is not None
-    return registered.missing(group.device, group.process_group)
-
-
-def test_gloo_registers_no_memory(ranks):
-    assert ranks(2, real) == ["ProcessGroupGloo registers no memory"] * 2
-
-
-# As `symmetric.py` calls them.
-SCHEMAS = {
-    "one_shot": "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name, Tensor(a!) out)",
-    "two_shot": "(Tensor(a!) input, str reduce_op, str group_name, Tensor(b!) output)",
-    "multimem": "(Tensor(a!) input, str reduce_op, str group_name)",
-}
-
-
-@pytest.mark.parametrize("way", symmetric.SUMS)
-def test_torchs_operators_take_what_they_are_given(way):
-    name = symmetric._OPERATORS[way]
-    assert symmetric.missing(way, 2) == ""
-    assert str(getattr(torch.ops.symm_mem, name).default._schema).startswith(f"symm_mem::{name}{SCHEMAS[way]}")
