@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tp_layers import windows
 from tp_layers.cli import main
 from tp_layers.kernels import backend, configs, measured
 
@@ -10,6 +11,7 @@ from tp_layers.kernels import backend, configs, measured
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch):
     monkeypatch.setattr(measured, "FASTER", {})
+    monkeypatch.setattr(windows, "WINDOWS", {})
 
 
 def table(capsys, *arguments):
@@ -26,6 +28,13 @@ def test_every_choice_is_a_line(capsys, monkeypatch, architecture):
     assert title.endswith(architecture)
     assert rows == [list(choice) for choice in backend.choices(architecture)]
     assert ["rowwise", "long", "half", "triton", "measured"] in rows
+
+
+def test_measured_all_reduces_are_listed_after_them(capsys, monkeypatch):
+    monkeypatch.setitem(windows.WINDOWS, ("NVIDIA H200", 8, "bfloat16"), ((8192, 65536, "one_shot"),))
+    assert main(["describe", "--kernels"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "all-reduce of 8192 to 65536 bytes, NVIDIA H200, 8 ranks, bfloat16: one_shot"
 
 
 def test_the_architecture_is_by_default_that_of_the_gpu(capsys, monkeypatch):

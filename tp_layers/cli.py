@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import cli_estimate
+from . import cli_estimate, windows
 from .describe import describe
 from .group import Group
 from .kernels import backend, configs
@@ -77,7 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     with_plan(made)
     cli_estimate.add_options(made)
     made.add_argument("--all", action="store_true", help="instead: a table of the published models the registry knows")
-    made.add_argument("--kernels", action="store_true", help="instead: which backend 'auto' takes for each operation")
+    made.add_argument(
+        "--kernels",
+        action="store_true",
+        help="instead: which backend 'auto' takes for each operation, and which all-reduce",
+    )
     made.add_argument("--architecture", choices=configs.ARCHITECTURES, help="for --kernels (default: this GPU's)")
     made.set_defaults(run=_describe)
     made = command("verify", _verify, "Compares a sharded model with one rank, layer by layer.", "FILE.py:FUNCTION")
@@ -148,6 +152,9 @@ def _kernels(architecture: str) -> int:
     print(f"backend='auto' on {architecture}")
     for row in [backend.Choice("operation", "shape", "dtype", "backend", "reason"), *backend.choices(architecture)]:
         print(f"{row.operation:16}{row.shape:7}{row.dtype:9}{row.backend:9}{row.reason}")
+    for (machine, size, dtype), found in windows.WINDOWS.items():
+        for first, last, way in found:
+            print(f"all-reduce of {first} to {last} bytes, {machine}, {size} ranks, {dtype}: {way}")
     return 0
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from . import graphs, ways, windows
 from .group import Group
 from .in_order import GATHER, sum_in_order
 from .plans.spec import ShardSpec
@@ -30,6 +31,7 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     if not x.is_contiguous():
         # gloo reduces the memory under a column view without an error and overwrites its neighbours.
         raise ValueError(f"cannot all-reduce a tensor of shape {tuple(x.shape)} with strides {x.stride()} in place")
+    _check_graph(x, group)
     if x.numel() and group.deterministic:
         return sum_in_order(x, group)
     if x.numel():
@@ -37,7 +39,14 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x
 
 
+def _check_graph(x: torch.Tensor, group: Group) -> None:
+    # Of a group whose device is the CPU; only gloo's is.
+    if group.device.type == "cpu":
+        graphs.refuse_gloo(x)
+
+
 def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
+    _check_graph(x, group)
     x = spec.pad(x, group.size)
     shards = x.new_empty((group.size, *x.shape))
     if x.numel():
@@ -118,8 +127,17 @@ def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.
     if group.size == 1:
         return x
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return _sum(x, group)
+        return x if windows.WINDOWS and ways.summed(x, group) else _sum(x, group)
     return _AllReduce.apply(x, group, consumer)
+
+
+def memory_for_sum(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Group
+) -> torch.Tensor | None:
+    """An uninitialised tensor where its all-reduce is faster; None: anywhere. All ranks call it alike."""
+    if not windows.WINDOWS or group.size == 1:
+        return None
+    return ways.empty(shape, dtype, device, group)
 
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
@@ -133,6 +151,7 @@ def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor
     if torch.compiler.is_compiling():
         started = torch.ops._c10d_functional.all_reduce(x, "sum", _name(group))
         return lambda: torch.ops._c10d_functional.wait_tensor(started)
+    _check_graph(x, group)
     work = dist.all_reduce(x, group=group.process_group, async_op=True)
     return lambda: _waited(x, work)
 
@@ -145,6 +164,9 @@ def _waited(x: torch.Tensor, work: Any) -> torch.Tensor:
 def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of the ranks' contiguous `x`, in place, for which the first operation that reads it waits."""
     if group.size == 1 or group.deterministic or not x.numel() or torch.compiler.is_compiling():
+        return all_reduce(x, group)
+    if graphs.captures(x):
+        # What reads it may lie outside the graph, which must end with nothing under way.
         return all_reduce(x, group)
     torch.ops._c10d_functional.all_reduce_(x, "sum", _name(group))
     return AsyncCollectiveTensor(x)
@@ -230,6 +252,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     """
     if group.size == 1 or group.process_group is None:
         return [value]
+    graphs.refuse_objects("what the ranks tell each other")
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
@@ -239,6 +262,7 @@ def broadcast_text(text: str, group: Group) -> str:
     """Rank 0's `text`, on every rank; the own one where there is nobody to ask."""
     if group.size == 1 or group.process_group is None:
         return text
+    graphs.refuse_objects("what the ranks tell each other")
     box = [text]
     dist.broadcast_object_list(box, group=group.process_group, group_src=0, device=group.device)
     return box[0]

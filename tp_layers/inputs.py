@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import graphs
 from .collectives import gather_objects, largest
 from .group import Group
 
@@ -30,7 +31,7 @@ class SameInputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A traced or captured graph would make the comparison in every call.
-        if torch.compiler.is_compiling() or _is_captured():
+        if torch.compiler.is_compiling() or graphs.is_captured():
             return
         require_same(named_arguments(module, args, kwargs), self.group)
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -116,7 +117,3 @@ def _bits(x: torch.Tensor) -> int:
     data = x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
     places = torch.arange(1, data.numel() + 1, device=x.device)
     return int((data * (places * FACTOR | 1)).sum())
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

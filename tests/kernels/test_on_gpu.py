@@ -1,5 +1,7 @@
 """The compiled kernels on a GPU, with the shipped tiles, against float64: the checks that the interpreter cannot do."""
 
+import importlib
+import pkgutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -97,15 +99,35 @@ def test_same_input_same_bits(dtype):
     assert all(torch.equal(rowwise(x, weight, bias, backend="triton"), first) for _ in range(5))
 
 
-def test_rows_do_not_recompile():
-    from tp_layers.kernels.jit.gated import gated_kernel
+def compiled():
+    """How many kernels Triton holds compiled."""
+    import tp_layers.kernels.jit as jit
 
-    def compiled():
-        return sum(len(cache[0]) for cache in gated_kernel.device_caches.values())
+    modules = [importlib.import_module(f"{jit.__name__}.{found.name}") for found in pkgutil.iter_modules(jit.__path__)]
+    kernels = {id(value): value for module in modules for value in vars(module).values()}
+    return sum(
+        len(cache[0])
+        for kernel in kernels.values()
+        if hasattr(kernel, "device_caches")
+        for cache in kernel.device_caches.values()
+    )
 
-    x, weight, bias = layer(400, 640, 512, torch.bfloat16)
-    gated_colwise(x, weight, bias, backend="triton")
+
+OPERATIONS = {
+    "rowwise": lambda x, w, b: rowwise(x, w, b, backend="triton"),
+    "packed rowwise": lambda x, w, b: rowwise((x[:, :128], x[:, 128:]), w, b, backend="triton"),
+    "colwise": lambda x, w, b: colwise(x, w, b, backend="triton"),
+    "gated": lambda x, w, b: gated_colwise(x, w, b, backend="triton"),
+    "norm": lambda x, w, b: scale(x, sum_of_squares(x, backend="triton"), 1024, 1e-6, backend="triton"),
+}
+
+
+@pytest.mark.parametrize("rows", [(400, 17, 64, 399), (1100, 513, 640, 4096)], ids=["text", "an image"])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_rows_do_not_recompile(operation, rows):
+    x, weight, bias = layer(max(rows), 640, 512, torch.bfloat16)
+    operation(x[: rows[0]], weight, bias)
     before = compiled()
-    for rows in (17, 64, 399):
-        gated_colwise(x[:rows], weight, bias, backend="triton")
+    for count in rows[1:]:
+        operation(x[:count], weight, bias)
     assert compiled() == before > 0

@@ -20,7 +20,7 @@ from ..plans.spec import ShardSpec
 from .epilogue import Epilogue
 from .low_rank import Adaptable, LowRank, add_adapters, add_ups, downs
 from .options import DEFAULT, Options
-from .overlap import Overlap
+from .overlap import Overlap, memory
 from .sharded import ShardedLayer
 from .streams import Streams
 from .together import Together
@@ -187,7 +187,7 @@ class RowwiseLinear(ShardedLinear):
         if y is None and self.overlap is not None:
             y = self.overlap.reduced(self, x, wide)
         elif y is None:
-            y = self.partial_sum(x, wide)
+            y = self.partial_sum(x, wide, memory(self, x, wide) if self.reduce else None)
             y = all_reduce(y, self.group) if self.reduce else y
         return y if wide is None else y.to(dtype)
 
@@ -207,7 +207,8 @@ class RowwiseLinear(ShardedLinear):
         first, low = self.group.rank == 0, downs(x, self.adapters)
         how: dict[str, Any] = dict(ranges=self.ranges, out_dtype=wide, backend=self.options.backend)
         for part in parts:
-            y = rowwise(x, self.weight[part], None if self.bias is None else self.bias[part], first, **how)
+            bias, out = None if self.bias is None else self.bias[part], memory(self, x, wide, part.stop - part.start)
+            y = rowwise(x, self.weight[part], bias, first, out=out, **how)
             yield add_ups(y, low, self.adapters, first, part)
 
     def _check_width(self, x: torch.Tensor | Sequence[torch.Tensor]) -> None:

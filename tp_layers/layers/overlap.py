@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..collectives import all_reduce, all_reduce_later, start_all_reduce
+from .. import windows
+from ..collectives import all_reduce, all_reduce_later, memory_for_sum, start_all_reduce
 from ..kernels.contract import needs_grad
 from ..rates import Rates
 
@@ -50,7 +51,7 @@ class Overlap:
         widths = self._widths(layer, xs, wide)
         if len(widths) > 1:
             return _in_chunks(layer, x, wide, widths)
-        y = layer.partial_sum(x, wide)
+        y = layer.partial_sum(x, wide, memory(layer, x, wide))
         return all_reduce_later(y, layer.group) if self.later and wide is None else all_reduce(y, layer.group)
 
     def _widths(self, layer: "RowwiseLinear", xs: Sequence[torch.Tensor], wide: torch.dtype | None) -> list[int]:
@@ -62,6 +63,22 @@ class Overlap:
         itemsize = (wide or xs[0].dtype).itemsize
         # All ranks must come to the same: they compute it for the one that has the most columns.
         return self.chunks.widths(xs[0].shape[:-1].numel(), N, layer.spec.longest(layer.group.size), itemsize)
+
+
+def memory(
+    layer: "RowwiseLinear",
+    x: torch.Tensor | Sequence[torch.Tensor],
+    wide: torch.dtype | None,
+    width: int | None = None,
+) -> torch.Tensor | None:
+    """Where the layer's partial sum, or `width` columns of it, is to be written, if all-reduces are faster there."""
+    if not windows.WINDOWS:
+        return None
+    xs = [x] if isinstance(x, torch.Tensor) else list(x)
+    if needs_grad(*xs, layer.weight, layer.bias) or torch.is_autocast_enabled(xs[0].device.type):
+        return None
+    shape = (*xs[0].shape[:-1], layer.out_features if width is None else width)
+    return memory_for_sum(shape, wide or layer.weight.dtype, xs[0].device, layer.group)
 
 
 def _in_chunks(
