@@ -12,6 +12,7 @@ import tp_layers
 from calls import Calls
 from close import FLOAT32, relative_error
 from families import FAMILIES, digest, run
+from functions import Functions
 from tp_layers.group import Group
 from tp_layers.layers.flux2 import JointAttention
 from tp_layers.plans import streams
@@ -89,11 +90,18 @@ def test_the_model_is_right_and_makes_so_many_reductions(ranks, done, fuse):
         assert relative_error(got, full) <= FLOAT32
 
 
-@pytest.mark.parametrize("how", [{"overlap": 2}, {"deterministic": True}, {"reduce_dtype": torch.float64}], ids=str)
-def test_so_it_is_with_every_option(ranks, how):
+# In chunks each layer has its own; sums in rank order are no all-reduces.
+OPTIONS = {"overlap": ({"overlap": 2}, 2 * APART), "deterministic": ({"deterministic": True}, 0)}
+OPTIONS["reduce_dtype"] = ({"reduce_dtype": torch.float64}, JOINED)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_so_it_is_with_every_option(ranks, option):
+    how, count = OPTIONS[option]
     wanted = run(FLUX2.build(), FLUX2.inputs())
     found = ranks(2, outputs, nothing, how)
     assert found[0][1] == found[1][1]
+    assert [made for *_, made in found] == [count] * 2
     for got, full in zip(found[0][0], wanted, strict=True):
         assert relative_error(got, full) <= FLOAT32
 
@@ -110,6 +118,38 @@ def test_code_that_is_not_known_is_left_as_it_is(ranks, name):
     wanted = run(FLUX2.build(), FLUX2.inputs())
     for found, count in ranks(2, unknown, name):
         assert count == HALF and relative_error(found[0], wanted[0]) <= FLOAT32
+
+
+def double_input(module: Any, args: tuple[torch.Tensor]) -> None:
+    args[0].mul_(2)
+
+
+def doubled(model: Any) -> Any:
+    """The text MLP's input is changed in place, behind the block's back."""
+    model.transformer_blocks[0].ff_context.register_forward_pre_hook(double_input)
+    return model
+
+
+def changed(group: Group) -> list[torch.Tensor]:
+    return run(doubled(sharded(group)), FLUX2.inputs())
+
+
+def test_an_input_that_was_changed_after_the_first_half_is_seen(ranks):
+    (wanted, *_), whole = run(doubled(FLUX2.build()), FLUX2.inputs()), run(FLUX2.build(), FLUX2.inputs())
+    assert relative_error(wanted, whole[0]) > 1e-3
+    for found in ranks(2, changed):
+        assert relative_error(found[0], wanted) <= FLOAT32
+
+
+def gemms(group: Group, mode: Callable[[], Any]) -> int:
+    model = sharded(group)
+    with mode(), Functions() as functions:
+        model(**FLUX2.inputs())
+    return functions.counts["linear"] + functions.counts["mm"]
+
+
+def test_nothing_is_computed_twice_where_streams_stay_apart(ranks):
+    assert ranks(2, gemms, torch.inference_mode) == ranks(2, gemms, torch.no_grad)
 
 
 def halves(group: Group) -> tuple[float, list[bool]]:

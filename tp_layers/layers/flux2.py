@@ -109,7 +109,7 @@ class TextFeedForward(nn.Module):
     def start(self, x: torch.Tensor) -> torch.Tensor:
         """The first half for `x`, with which this module will be called."""
         hidden = self.first_half(x)
-        self._started = None if x.is_inference() else (x, x._version, hidden)
+        self._started = x, x._version, hidden
         return hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def double_block(
     text = torch.addcmul(encoder_hidden_states, c_gate, context_attention)
     text_normed = _modulated(block.norm2_context(text), c_scale_mlp, c_shift_mlp)
     streams: Streams | None = block.ff_context.linear_out.streams
-    if streams is not None:
+    if streams is not None and streams.applies(text_normed):
         streams.expect(block.ff_context.linear_out, block.ff_context.start(text_normed))
     image_normed = _modulated(block.norm2(image), scale_mlp, shift_mlp)
     image = torch.addcmul(image, gate_mlp, block.ff(image_normed))

@@ -37,13 +37,17 @@ class Streams:
         self.y: torch.Tensor | None = None
         self.version = -1
 
-    def expect(self, layer: "RowwiseLinear", x: torch.Tensor) -> None:
-        """`layer`, one of the two, will be called with `x [.., K / size]`, after the other one."""
+    def applies(self, x: torch.Tensor) -> bool:
+        """Whether the layers can be computed together, for an input such as `x`."""
         # Inference tensors do not count their changes.
         if torch.compiler.is_compiling() or x.is_inference() or torch.is_autocast_enabled(x.device.type):
-            return
-        self.clear()
-        if all(one.reduce and one.overlap is None for one in self.layers):
+            return False
+        return all(layer.reduce and layer.overlap is None for layer in self.layers)
+
+    def expect(self, layer: "RowwiseLinear", x: torch.Tensor) -> None:
+        """`layer`, one of the two, will be called with `x [.., K / size]`, after the other one."""
+        if self.applies(x):
+            self.clear()
             self.layer, self.x, self.version = layer, x, x._version
 
     def take(self, layer: "RowwiseLinear", x: object, wide: torch.dtype | None) -> torch.Tensor | None:
