@@ -1,15 +1,14 @@
 """A process group of a sharded model's own, over the caller's ranks, in which a wait ends when another rank has failed.
 
-Ranks that wait for one that raised, or died, would wait for as long as the process group's timeout. Here who waits for
-longer than a second looks, each second, into the group's store, where a rank that raises says so (`failure.py`):
+Who waits for longer than a second looks, each second, into the group's store:
 
-    raises      it tells the store why, once; the others find it there
-    dies        gloo tells those that it is connected to, one of whom calls the roll; who waits, answers; who does not
-                answer is named
+    raises      it says why in the store (`failure.py`), where the others find it
+    dies        gloo tells those it is connected to, who call the roll; who waits, answers; who does not, is named
 
-A slow rank is no failure, and a forward without one does not touch the store. After a failure the process group is not
+A slow rank is no failure, and a healthy forward does not touch the store. After a failure the process group is not
 used again, so that sums which are still under way there disturb nobody: the caller's own is as it was. It stays
-registered with torch, which makes names for process groups from their number.
+registered with torch, which makes names for process groups from their number. (A process does not end before its sums
+do: when the rank that raised has ended, or at the timeout.)
 
 Only for gloo, where a wait that has timed out can be repeated. Not within compiled code, nor for sums that are put off
 (`all_reduce_later`): there gloo alone ends a wait, when the other process ends or at the timeout.
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 BETWEEN_LOOKS = timedelta(seconds=1)
-# How often, and how far apart in seconds, who calls the roll looks for answers. Counted, not timed: a machine that was
-# suspended must not find all others dead.
+# Looks for answers to the roll, and seconds between them. Counted: a machine that slept must not find all others dead.
 ROLL_LOOKS, ROLL_PAUSE = 40, 0.1
 
 
@@ -91,8 +89,9 @@ class Link:
             try:
                 self.cause = find()
             except RuntimeError as problem:
-                who = "rank 0 of the default process group, which keeps it"
-                self.cause = f"the store is lost, and most likely {who}, has died ({problem})"
+                # torch adds where in its own code.
+                (first, *_), who = str(problem).split("\n"), "rank 0 of the default process group, which keeps it"
+                self.cause = f"the store is lost, and most likely {who}, has died ({first})"
         return self.cause
 
     def _look(self) -> None:
