@@ -2,14 +2,18 @@
 
 import datetime
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tp_layers
 from close import randomise
 from failure_case import HOWS, SECONDS, Blocks, X, boom, on_ranks, sharded, told
+from toy import PLAN as TOY_PLAN
+from toy import Toy, save_toy
 from tp_layers.collectives import largest
 
 
@@ -57,6 +61,29 @@ def compiled(rank: int) -> dict[str, Any]:
     model.fail = lambda: None
     sharded()
     return {**found, "same": torch.equal(model(X), first)}
+
+
+def loaded(rank: int, folder: Path) -> dict[str, Any]:
+    """A model from a checkpoint, which rank 1 fails in; it can be saved and reloaded, and runs after a load."""
+    model, x = tp_layers.load(Toy, folder, plan=TOY_PLAN), torch.ones(2, 6)
+    first = model(x)
+    hook = model.down.register_forward_pre_hook(lambda *args: boom() if rank == 1 else None)
+    found = told(model, x)
+    hook.remove()
+    tp_layers.save(model, folder / "saved")
+    tp_layers.reload(model, folder / "saved")
+    again = tp_layers.load(Toy, folder / "saved", plan=TOY_PLAN)
+    return {**found, "same": torch.equal(again(x), first) and torch.equal(model(x), first)}
+
+
+def test_a_loaded_model_too_which_can_be_saved_after_a_failure(tmp_path):
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    save_toy(folder)
+    codes, found = on_ranks(2, tmp_path, loaded, folder)
+    assert codes == [0, 0]
+    for one in found.values():
+        assert "rank 1 of 2 failed: ValueError: boom" in one["told"] and one["same"]
 
 
 @pytest.mark.slow

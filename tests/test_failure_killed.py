@@ -19,7 +19,9 @@ def dies(rank: int, how: str, victim: int) -> dict[str, Any]:
     return told(model)
 
 
-@pytest.mark.parametrize(("size", "how"), [(2, "plain"), (3, "plain"), (3, "overlap"), (3, "deterministic")])
+@pytest.mark.parametrize(
+    ("size", "how"), [(2, "plain"), (3, "plain"), (4, "plain"), (3, "overlap"), (3, "deterministic")]
+)
 def test_a_killed_rank_is_named_by_the_others(tmp_path, size, how):
     codes, found = on_ranks(size, tmp_path, dies, how, 1)
     assert codes == [-signal.SIGKILL if rank == 1 else 0 for rank in range(size)]

@@ -65,6 +65,11 @@ class Group:
         return self.process_group if self.link is None else self.link.require()
 
     @property
+    def callers(self) -> "Group":
+        """The same ranks over the caller's process group alone, for what is no forward."""
+        return replace(self, link=None)
+
+    @property
     def common(self) -> str:
         """What all ranks must have alike."""
         return "sums in rank order" if self.deterministic else "sums in any order"

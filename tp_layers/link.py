@@ -6,9 +6,9 @@ Who waits for longer than a second looks, each second, into the group's store:
     dies        gloo tells those it is connected to, who call the roll; who waits, answers; who does not, is named
 
 A slow rank is no failure, and a healthy forward does not touch the store. After a failure the process group is not
-used again, so that sums which are still under way there disturb nobody: the caller's own is as it was. It stays
-registered with torch, which makes names for process groups from their number. (A process does not end before its sums
-do: when the rank that raised has ended, or at the timeout.)
+used again, so that sums under way there disturb nobody: the caller's own is as it was. (They keep their process from
+ending until the rank that raised has ended, or the timeout is over.) It stays registered with torch, which makes names
+of the number of process groups.
 
 Only for gloo, where a wait that has timed out can be repeated. Not within compiled code, nor for sums that are put off
 (`all_reduce_later`): there gloo alone ends a wait, when the other process ends or at the timeout.
@@ -95,8 +95,7 @@ class Link:
         return self.cause
 
     def _look(self) -> None:
-        self._closed(self._heard_or_answered)
-        if self.cause:
+        if self._closed(self._heard_or_answered):
             raise RuntimeError(self.cause)
 
     def _heard_or_answered(self) -> str:
@@ -115,9 +114,9 @@ class Link:
 
     def _call_the_roll(self) -> str:
         """What a rank has told, else who does not answer; empty if all do."""
-        self._store.set("roll", "")
-        silent = [rank for rank in range(self.size) if rank != self.rank]
         self._store.set(f"here/{self.rank}", "")
+        self._store.set("roll", "")
+        silent = list(range(self.size))
         for _ in range(ROLL_LOOKS):
             silent = [rank for rank in silent if not self._store.check([f"here/{rank}"])]
             if self._heard() or not silent:
