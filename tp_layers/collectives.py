@@ -24,6 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from . import graphs, ways, windows
 from .group import Group
 from .in_order import GATHER, sum_in_order
+from .link import run
 from .plans.spec import ShardSpec
 
 
@@ -35,7 +36,7 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     if x.numel() and group.deterministic:
         return sum_in_order(x, group)
     if x.numel():
-        dist.all_reduce(x, group=group.process_group)
+        run(dist.all_reduce, x, group=group)
     return x
 
 
@@ -51,7 +52,7 @@ def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
     shards = x.new_empty((group.size, *x.shape))
     if x.numel():
         rows = shards.flatten(0, 1) if x.dim() else shards
-        getattr(dist, GATHER)(rows, x.contiguous(), group=group.process_group)
+        run(getattr(dist, GATHER), rows, x.contiguous(), group=group)
     return spec.merge([spec.trim(shard, rank, group.size) for rank, shard in enumerate(shards.unbind())])
 
 
@@ -152,12 +153,15 @@ def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor
         started = torch.ops._c10d_functional.all_reduce(x, "sum", _name(group))
         return lambda: torch.ops._c10d_functional.wait_tensor(started)
     _check_graph(x, group)
-    work = dist.all_reduce(x, group=group.process_group, async_op=True)
-    return lambda: _waited(x, work)
+    work = dist.all_reduce(x, group=group.channel, async_op=True)
+    return lambda: _waited(x, work, group)
 
 
-def _waited(x: torch.Tensor, work: Any) -> torch.Tensor:
-    work.wait()
+def _waited(x: torch.Tensor, work: Any, group: Group) -> torch.Tensor:
+    if group.link is None:
+        work.wait()
+    else:
+        group.link.wait(work)
     return x
 
 
@@ -173,8 +177,8 @@ def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _name(group: Group) -> str:
-    assert group.process_group is not None
-    return group.process_group.group_name
+    assert group.channel is not None
+    return group.channel.group_name
 
 
 def summed(x: torch.Tensor, group: Group, wanted: torch.dtype | None = None) -> torch.Tensor:
@@ -230,7 +234,7 @@ def largest(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The element-wise maximum of the ranks' `x`, as a new tensor."""
     x = x.clone()
     if group.size > 1 and group.process_group is not None and x.numel():
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.process_group)
+        run(dist.all_reduce, x, dist.ReduceOp.MAX, group=group)
     return x
 
 

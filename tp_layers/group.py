@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Union
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from .link import Link
 
 # What a caller may pass as `group`.
 GroupLike = Union["Group", dist.ProcessGroup, DeviceMesh, None]
@@ -19,6 +22,7 @@ class Group:
     """`rank` and `size` within the group, this rank's `device`, and the process group (None: a single rank).
 
     `deterministic`: sums over its ranks are taken in rank order (see `in_order.py`).
+    `link`: a sharded model's own process group over the same ranks (see `failure.py`).
     """
 
     rank: int = 0
@@ -26,6 +30,7 @@ class Group:
     device: torch.device = CPU
     process_group: dist.ProcessGroup | None = None
     deterministic: bool = False
+    link: "Link | None" = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, group: GroupLike = None, deterministic: bool = False) -> "Group":
@@ -49,6 +54,20 @@ class Group:
         if found is None or rank < 0:
             raise ValueError("this process is not a member of the given group: shard only on the ranks that are")
         return cls(rank, dist.get_world_size(found), _device(found), found, deterministic)
+
+    @property
+    def channel(self) -> dist.ProcessGroup | None:
+        """What a forward's collectives go over: the model's own process group if it has one.
+
+        Raises:
+            RuntimeError: a rank has failed.
+        """
+        return self.process_group if self.link is None else self.link.require()
+
+    @property
+    def callers(self) -> "Group":
+        """The same ranks over the caller's process group alone, for what is no forward."""
+        return replace(self, link=None)
 
     @property
     def common(self) -> str:

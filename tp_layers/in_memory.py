@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .agree import fingerprint, require_equal
+from .failure import protect
 from .group import Group
 from .layers.options import Options
 from .plans.context import refuse_context
@@ -69,6 +70,7 @@ def require_equal_weights(model: nn.Module, group: Group) -> None:
 def carry_out(prepared: Prepared, group: Group, how: How) -> None:
     """Shards the model, as it was prepared."""
     model, resolved, options, _ = prepared
+    group = protect(group)
     shard_model(model, resolved, group, options)
     finish(model, resolved, group, options, overlap=how.overlap, check_inputs=how.check_inputs)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)

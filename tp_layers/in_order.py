@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .group import Group
+from .link import run
 
 # torch 2.13 renamed it.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -20,9 +21,9 @@ def sum_in_order(x: torch.Tensor, group: Group) -> torch.Tensor:
     mine = x.new_zeros(group.size * share)
     mine[: x.numel()] = x.view(-1)
     theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=group.process_group)
+    run(dist.all_to_all_single, theirs, mine, group=group)
     total = _added(theirs.view(group.size, share))
-    getattr(dist, GATHER)(mine, total, group=group.process_group)
+    run(getattr(dist, GATHER), mine, total, group=group)
     x.view(-1).copy_(mine[: x.numel()])
     return x
 

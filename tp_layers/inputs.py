@@ -23,6 +23,10 @@ FACTOR = -7046029254386353131
 ALIKE = "seed generators alike on every rank, and prepare the inputs alike"
 
 
+class UnlikeInputsError(ValueError):
+    """The ranks were given other inputs; all of them raise it, and can go on together."""
+
+
 class SameInputs:
     """The hook before each forward of a model until one has had the same inputs everywhere, after which it is gone."""
 
@@ -74,7 +78,7 @@ def require_same(arguments: Mapping[str, Any], group: Group) -> None:
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     name = next(name for name in names if len({theirs.get(name) for theirs in everyone}) > 1)
     other = next(rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name))
-    raise ValueError(
+    raise UnlikeInputsError(
         f"rank {other} of {group.size} was given another '{name}' than rank 0: {ALIKE}. (check_inputs=False, where "
         f"the model is sharded, turns this comparison off.)"
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..agree import Alarm, agreed, fingerprint, require_equal
+from ..failure import protect
 from ..group import Group, GroupLike
 from ..layers.options import Options, is_wide_float
 from ..plans.finish import finish
@@ -104,7 +105,8 @@ def load_model(
 
     with meter.phase("preparing"):
         model, resolved, parts, fused, options, place, _ = agreed(group, prepare, lambda found: found.common)
-        shard_model(model, resolved, group, options)
+        linked = protect(group)
+        shard_model(model, resolved, linked, options)
     with meter.phase("allocating"):
         parts = agreed(group, lambda: allocate(model, parts, place, mmap))
     jobs, alarm = jobs_of(model, parts), Alarm(group)
@@ -113,7 +115,7 @@ def load_model(
     if fused.layers:
         agreed(group, lambda: fuse_adapters(model, fused.layers))
     require_equal(whole_tensors(model, resolved.specs), group)
-    finish(model, resolved, group, options, overlap=overlap, check_inputs=check_inputs)
+    finish(model, resolved, linked, options, overlap=overlap, check_inputs=check_inputs)
     name_model(model, path)
     done = meter.report(group.rank, group.size, model, sum(job.part.needed for job in jobs), requested)
     logger.info("%s", done)

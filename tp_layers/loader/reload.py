@@ -56,7 +56,7 @@ def reload(
     # torch.compile(model) is a module around the model itself.
     inner = getattr(model, "_orig_mod", model)
     sharding = sharding_to_use(inner)
-    group = sharding.group
+    group = sharding.group.callers
     meter = Meter()
 
     def prepare() -> tuple[Parts, str]:

@@ -55,7 +55,7 @@ def save(model: nn.Module, path: str | Path, *, max_shard_size: int | str | None
     # torch.compile(model) is a module around the model itself.
     model = getattr(model, "_orig_mod", model)
     sharding, folder = sharding_to_use(model), Path(path)
-    group, lock = sharding.group, SaveLock(Path(path))
+    group, lock = sharding.group.callers, SaveLock(Path(path))
 
     def prepare() -> tuple[list[list[Stored]], dict[str, bytes]]:
         limit = check_limit(max_shard_size, sharded=sharded)

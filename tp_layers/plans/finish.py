@@ -4,6 +4,7 @@ import logging
 
 from torch import nn
 
+from ..failure import watch_failures
 from ..group import Group
 from ..inputs import check_first_inputs
 from ..layers.options import Options
@@ -25,11 +26,15 @@ def finish(
     overlap: bool | int | Rates,
     check_inputs: bool,
 ) -> None:
-    """Has gradients summed, sums overlapped, first inputs compared, blocks fused, streams joined; warns of notes."""
+    """Has gradients summed, sums overlapped, first inputs compared, failures told, blocks fused and streams joined.
+
+    It warns of notes.
+    """
     watch_gradients(model, resolved, group)
     overlap_model(model, overlap, group)
     if check_inputs:
         check_first_inputs(model, group)
+    watch_failures(model, group)
     for note in fuse_model(model, options):
         logger.warning("%s", note)
     join_streams(model, group)
