@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from record import RESULTS, Table
 from tp_layers import registered, symmetric
-from tp_layers.collectives import gather_objects, largest
+from tp_layers.exchange import gather_objects, largest
 from tp_layers.group import Group
 from tp_layers.hardware import HARDWARE
 
@@ -162,7 +162,7 @@ def timed(
 def link() -> float:
     """Bytes a second of this GPU's links, by its data sheet; 0 where that is not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((known.link for known in HARDWARE.values() if name.endswith(known.name)), 0.0)
+    return next((known.link for known in HARDWARE.values() if known.name in name.replace(" ", "")), 0.0)
 
 
 def rows(

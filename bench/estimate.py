@@ -23,8 +23,8 @@ from torch import nn
 import step
 import tp_layers
 from record import RESULTS, Table
-from tp_layers.collectives import gather_objects
 from tp_layers.estimate import Step, estimate
+from tp_layers.exchange import gather_objects
 from tp_layers.group import Group
 from tp_layers.hardware import measured_on
 from tp_layers.launch import Ranks

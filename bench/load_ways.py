@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import tp_layers
 from host_memory import give_back, most_memory
-from tp_layers.collectives import gather_objects
+from tp_layers.exchange import gather_objects
 from tp_layers.group import Group
 from tp_layers.loader.report import LoadReport
 from tp_layers.plans.shard import sharding_of

@@ -33,7 +33,8 @@ from torch import nn
 from namespaces import ADDRESSES, Link, refused
 from record import RESULTS, Table
 from tp_layers import RowwiseLinear
-from tp_layers.collectives import all_reduce, largest
+from tp_layers.collectives import all_reduce
+from tp_layers.exchange import largest
 from tp_layers.group import Group
 from tp_layers.layers.overlap import Overlap
 from tp_layers.rates import Rates, measure

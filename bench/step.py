@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tp_layers
 from record import RESULTS, Table
-from tp_layers.collectives import gather_objects
+from tp_layers.exchange import gather_objects
 from tp_layers.group import Group
 from tp_layers.launch import Ranks
 

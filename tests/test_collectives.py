@@ -6,7 +6,7 @@ from torch import nn
 
 from calls import Calls
 from seeded import integers, per_rank
-from tp_layers import collectives
+from tp_layers import exchange
 from tp_layers.collectives import all_gather, all_reduce, replicate, split
 from tp_layers.gradients import sum_gradient
 from tp_layers.plans.spec import ShardSpec
@@ -124,7 +124,7 @@ def empty(group):
         for name, (function, shape, wanted) in cases.items():
             result, grad = with_gradient(function, torch.zeros(shape), torch.zeros(wanted))
             right[name] = tuple(result.shape) == wanted and tuple(grad.shape) == shape
-        right["largest"] = collectives.largest(torch.zeros(0), group).shape == (0,)
+        right["largest"] = exchange.largest(torch.zeros(0), group).shape == (0,)
     return right, calls.names
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seeded import integers, per_rank
-from tp_layers import collectives
+from tp_layers import exchange
 from tp_layers.collectives import all_gather, all_reduce, replicate, split
 from tp_layers.plans.spec import ShardSpec
 
@@ -100,7 +100,7 @@ def two_at_once(group):
         (lambda t: all_gather(t, group, spec), (2, 12 // group.size)),
         (lambda t: split(t, group, spec), (2, 12)),
         (lambda t: replicate(t, group), (2, 12)),
-        (lambda t: collectives.largest(t, group), (2, 12)),
+        (lambda t: exchange.largest(t, group), (2, 12)),
     ):
         first = function(torch.full(shape, 1.0))
         before = first.clone()
@@ -130,7 +130,7 @@ def test_every_rank_gets_the_same_bits_and_so_does_a_second_call(ranks, size, dt
 def largest_of(group):
     x = per_rank((4, 6), group.size, 1)[group.rank]
     before = x.clone()
-    found = [collectives.largest(value, group) for value in (x, x.t(), x[:, :3], x[::2])]
+    found = [exchange.largest(value, group) for value in (x, x.t(), x[:, :3], x[::2])]
     return torch.equal(x, before), found
 
 

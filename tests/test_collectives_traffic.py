@@ -7,7 +7,7 @@ from torch import nn
 
 from calls import Calls
 from seeded import integers
-from tp_layers import collectives
+from tp_layers import exchange
 from tp_layers.collectives import all_gather, all_reduce, replicate, split
 from tp_layers.gradients import sum_gradient
 from tp_layers.group import Group
@@ -34,8 +34,8 @@ def alone(group):
         ]
         sum_gradient(scale, group)
         (scale * 3).sum().backward()
-        largest = collectives.largest(x, group)
-        text = collectives.broadcast_text("a text", group)
+        largest = exchange.largest(x, group)
+        text = exchange.broadcast_text("a text", group)
     return same, torch.equal(largest, x), text, scale.grad.tolist(), calls.names
 
 
@@ -89,10 +89,10 @@ def passed_around(group):
         for sender in range(over.size):
             to = (sender + 1) % over.size
             if over.rank == sender:
-                collectives.send(mine, over, to)
+                exchange.send(mine, over, to)
             if over.rank == to:
-                filled = collectives.receive(got, over, sender)
-        text = collectives.broadcast_text(f"text of world rank {group.rank}", over)
+                filled = exchange.receive(got, over, sender)
+        text = exchange.broadcast_text(f"text of world rank {group.rank}", over)
         found.append((over.rank, over.size, filled is got, got, text))
     return found
 

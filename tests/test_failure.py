@@ -14,7 +14,7 @@ from close import randomise
 from failure_case import HOWS, SECONDS, Blocks, X, boom, on_ranks, sharded, told
 from toy import PLAN as TOY_PLAN
 from toy import Toy, save_toy
-from tp_layers.collectives import largest
+from tp_layers.exchange import largest
 
 
 def raises(rank: int, how: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 import tp_layers
 from seeded import integers
 from tp_layers import RowwiseLinear, graphs
-from tp_layers.collectives import all_gather, all_reduce, all_reduce_later, broadcast_text, gather_objects
+from tp_layers.collectives import all_gather, all_reduce, all_reduce_later
+from tp_layers.exchange import broadcast_text, gather_objects
 from tp_layers.group import Group
 from tp_layers.inputs import check_first_inputs
 from tp_layers.layers.overlap import Overlap

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2KVAttnProcessor
+from torch import nn
 
 import tp_layers
 from calls import Calls
@@ -58,6 +59,35 @@ def hooks_on_one_rank(model: Any) -> None:
             module.register_forward_hook(lambda _, args, y: None)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def wrapped_attention_output(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.attn.to_add_out = Wrapper(block.attn.to_add_out)
+
+
+def wrapped_mlp(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.ff_context = Wrapper(block.ff_context)
+
+
+def wrapped_mlp_output(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.ff_context.linear_out = Wrapper(block.ff_context.linear_out)
+
+
+def wrapped_image_output(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.attn.to_out[0] = Wrapper(block.attn.to_out[0])
+
+
 # What is done to a sharded model, and how many all-reduces it then makes.
 DONE: dict[Callable[[Any], None], int] = {
     nothing: JOINED,
@@ -65,6 +95,10 @@ DONE: dict[Callable[[Any], None], int] = {
     another_processor: HALF,
     another_forward: HALF,
     training: HALF,
+    wrapped_attention_output: HALF,
+    wrapped_image_output: HALF,
+    wrapped_mlp: HALF,
+    wrapped_mlp_output: HALF,
     hooks_on_one_rank: JOINED,
 }
 
@@ -79,7 +113,7 @@ def outputs(group: Group, done: Callable[[Any], None], how: dict[str, Any]) -> t
     return found, digest(found), sum("allreduce" in name for name in calls.names)
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("fuse", [None, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("done", DONE, ids=[done.__name__ for done in DONE])
 def test_the_model_is_right_and_makes_so_many_reductions(ranks, done, fuse):
     wanted = run(FLUX2.build(), FLUX2.inputs())
@@ -166,6 +200,31 @@ def halves(group: Group) -> tuple[float, list[bool]]:
 def test_hooks_see_each_layer_once_with_its_whole_output(ranks):
     for error, once in ranks(2, halves):
         assert all(once) and error <= FLOAT32
+
+
+def failing(group: Group) -> list[bool]:
+    """Whether streams and MLP have let go of everything once a call has failed."""
+    model, fails = sharded(group, check_inputs=False), [True]
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if fails[0]:
+            raise ValueError("as asked")
+
+    block = model.transformer_blocks[0]
+    kept = []
+    for module in (block.ff, block.attn.to_add_out):
+        fails[0] = True
+        handle = module.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="as asked"):
+            run(model, FLUX2.inputs())
+        handle.remove()
+        pairs = (block.ff_context.linear_out.streams, block.attn.to_add_out.streams)
+        kept += [block.ff_context._started is None, *(pair.x is None and pair.y is None for pair in pairs)]
+    return kept
+
+
+def test_nothing_is_held_after_a_call_that_failed(ranks):
+    assert ranks(2, failing) == [[True] * 6] * 2
 
 
 def copied(group: Group) -> tuple[float, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .collectives import broadcast_text, gather_objects, largest
+from .exchange import broadcast_text, gather_objects, largest
 from .group import Group
 from .plans.resolve import Resolved
 from .plans.styles import label

@@ -64,7 +64,8 @@ def apply(  # type: ignore[misc]
         check_inputs: False leaves out the comparison of the ranks' inputs that is made in the first forward.
         fuse: True computes blocks of diffusers in fewer passes: activations within the projections before them, one
             GEMM for projections of one input, attention and MLP outputs without a cat (see `plans/fuse.py`). What is
-            left as it is, a note says. None: where that is faster (`kernels.backend.FUSED`), on CUDA.
+            left as it is, a note says. None: where that is faster (`kernels.backend.FUSED`), on CUDA. False also leaves
+            the sums of two streams apart (see `plans/streams.py`).
         deterministic: True adds partial sums up in rank order, in float32 at least, so that the same terms give the
             same bits in a message of any size and in every run.
         overlap: True measures how fast the ranks compute and communicate, and has rowwise layers reduce their output in

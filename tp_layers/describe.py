@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .plans import streams
 from .plans.flow import partial_inputs
 from .plans.lint import pattern
 from .plans.pairs import norm_pairs
@@ -189,8 +190,8 @@ def _collectives(model: nn.Module, resolved: Resolved) -> list[Collective]:
 
 
 def calls(model: nn.Module, resolved: Resolved) -> Iterator[Call]:
-    """Every collective of one forward call, in the plan's order; two streams may share one (see `plans/streams.py`)."""
-    along = {f"{path}.norm_k" for path in norm_pairs(resolved.styles, resolved.size)}
+    """Every collective of one forward call without gradients, in the plan's order."""
+    along = {f"{path}.norm_k" for path in norm_pairs(resolved.styles, resolved.size)} | streams.along(model)
     for path, style in resolved.styles.items():
         if style.collective is not None and resolved.size > 1:
             yield Call(path, style.collective, _payload(model, resolved, path), path in along)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from .collectives import gather_objects
+from .exchange import gather_objects
 from .group import Group
 from .inputs import UnlikeInputsError
 from .link import Link

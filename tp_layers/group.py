@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import windows
+
 if TYPE_CHECKING:
     from .link import Link
 
@@ -72,7 +74,8 @@ class Group:
     @property
     def common(self) -> str:
         """What all ranks must have alike."""
-        return "sums in rank order" if self.deterministic else "sums in any order"
+        # A rank without windows would not ask the others which of theirs they have.
+        return f"sums in {'rank' if self.deterministic else 'any'} order, windows {windows.WINDOWS}"
 
     def shares(self, ranks: Iterable[int]) -> bool:
         """Whether other members of this group are among `ranks`, of the default process group, beside this one."""

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from .collectives import largest
+from .exchange import largest
 from .group import Group
 from .launch import Ranks
 from .rates import Rates, measure

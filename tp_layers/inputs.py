@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from . import graphs
-from .collectives import gather_objects, largest
+from .exchange import gather_objects, largest
 from .group import Group
 
 # An odd number whose multiples, modulo 2 ** 64, differ for all positions in a tensor (Knuth's multiplicative hash).

@@ -1,5 +1,6 @@
 """How fast the ranks of a group compute and communicate, measured, and what follows for the chunks of a sum."""
 
+import functools
 import itertools
 import math
 import time
@@ -9,7 +10,8 @@ from statistics import median
 
 import torch
 
-from .collectives import all_reduce, largest, start_all_reduce
+from .collectives import all_reduce, start_all_reduce
+from .exchange import largest
 from .group import Group
 
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -42,11 +44,7 @@ class Rates:
         One where others gain nothing to speak of. Each chunk's GEMM, slowed by it, takes about as long as the reduction
         of the one before: the first is small where reductions take longer, the last where GEMMs do.
         """
-        shape = (rows, width, columns, itemsize)
-        ways = [self._widths(count, *shape) for count in CHUNKS]
-        fit = [widths for widths in ways if len(widths) == 1 or min(widths) >= FEWEST_COLUMNS]
-        best = min(fit, key=lambda widths: self.seconds(widths, *shape))
-        return best if self.seconds([width], *shape) > GAIN * self.seconds(best, *shape) else [width]
+        return _best(self, rows, width, columns, itemsize)
 
     def seconds(self, widths: Sequence[int], rows: int, width: int, columns: int, itemsize: int) -> float:
         """Of the same in chunks of these widths."""
@@ -73,6 +71,17 @@ class Rates:
         shares = [growth**number for number in range(count)]
         ends = [round(width / MULTIPLE * part / sum(shares)) * MULTIPLE for part in itertools.accumulate(shares)]
         return [stop - start for start, stop in itertools.pairwise([0, *ends[:-1], width])]
+
+
+# Every layer asks in every call: 49 microseconds to work out, 0.5 to remember.
+@functools.lru_cache(maxsize=1024)
+def _best(rates: Rates, *shape: int) -> list[int]:
+    rows, width, columns, itemsize = shape
+    ways = [rates._widths(count, rows, width, columns, itemsize) for count in CHUNKS]
+    fit = [widths for widths in ways if len(widths) == 1 or min(widths) >= FEWEST_COLUMNS]
+    best = min(fit, key=lambda widths: rates.seconds(widths, rows, width, columns, itemsize))
+    chunked, whole = (rates.seconds(widths, rows, width, columns, itemsize) for widths in (best, [width]))
+    return best if whole > GAIN * chunked else [width]
 
 
 def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256, rounds: int = 5) -> Rates:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import gather_objects
+from .exchange import gather_objects
 from .group import Group, GroupLike
 from .launch import Ranks
 from .plans.context import refuse_context

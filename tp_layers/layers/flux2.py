@@ -15,7 +15,7 @@ from torch import nn
 
 from .epilogue import Parallel
 from .fused import SWIGLU_FIRST, FusedSwiGLU
-from .streams import Streams
+from .streams import streams_of
 
 # Cosines and sines.
 Rotary = Any
@@ -71,10 +71,16 @@ class JointAttention(_Processor):
             return attn.to_out[1](attn.to_out[0](attention))
         length = encoder_hidden_states.shape[1]
         context, image = attention.split_with_sizes([length, attention.shape[1] - length], dim=1)
-        if attn.to_add_out.streams is not None:
-            attn.to_add_out.streams.expect(attn.to_out[0], image)
-        context = attn.to_add_out(context)
-        return attn.to_out[1](attn.to_out[0](image)), context
+        streams = streams_of(attn.to_add_out, image)
+        if streams is None:
+            context = attn.to_add_out(context)
+            return attn.to_out[1](attn.to_out[0](image)), context
+        streams.expect(attn.to_out[0], image)
+        try:
+            context = attn.to_add_out(context)
+            return attn.to_out[1](attn.to_out[0](image)), context
+        finally:
+            streams.clear()
 
 
 class ParallelSelfAttention(_Processor):
@@ -112,6 +118,10 @@ class TextFeedForward(nn.Module):
         self._started = x, x._version, hidden
         return hidden
 
+    def forget(self) -> None:
+        """Lets go of a first half that was not asked for."""
+        self._started = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[.., K]` -> `[.., K]`."""
         if self._started is None:
@@ -141,8 +151,8 @@ def double_block(
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or block.training or _replaced(block):
         theirs, more = type(block).forward, (image_rotary_emb, joint_attention_kwargs)
         return theirs(block, hidden_states, encoder_hidden_states, temb_mod_img, temb_mod_txt, *more)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _sets(temb_mod_img, 6)
-    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = _sets(temb_mod_txt, 6)
+    (shift, scale, gate), (shift_mlp, scale_mlp, gate_mlp) = _sets(temb_mod_img, 2)
+    (c_shift, c_scale, c_gate), (c_shift_mlp, c_scale_mlp, c_gate_mlp) = _sets(temb_mod_txt, 2)
     attention, context_attention = block.attn(
         hidden_states=_modulated(block.norm1(hidden_states), scale, shift),
         encoder_hidden_states=_modulated(block.norm1_context(encoder_hidden_states), c_scale, c_shift),
@@ -151,13 +161,11 @@ def double_block(
     )
     image = torch.addcmul(hidden_states, gate, attention)
     text = torch.addcmul(encoder_hidden_states, c_gate, context_attention)
-    text_normed = _modulated(block.norm2_context(text), c_scale_mlp, c_shift_mlp)
-    streams: Streams | None = block.ff_context.linear_out.streams
-    if streams is not None and streams.applies(text_normed):
-        streams.expect(block.ff_context.linear_out, block.ff_context.start(text_normed))
     image_normed = _modulated(block.norm2(image), scale_mlp, shift_mlp)
-    image = torch.addcmul(image, gate_mlp, block.ff(image_normed))
-    text = torch.addcmul(text, c_gate_mlp, block.ff_context(text_normed))
+    text_normed = _modulated(block.norm2_context(text), c_scale_mlp, c_shift_mlp)
+    mlp, context_mlp = _both(block.ff, image_normed, block.ff_context, text_normed)
+    image = torch.addcmul(image, gate_mlp, mlp)
+    text = torch.addcmul(text, c_gate_mlp, context_mlp)
     return _clipped(text), image
 
 
@@ -175,7 +183,7 @@ def single_block(
     if encoder_hidden_states is not None:
         text_seq_len = encoder_hidden_states.shape[1]
         hidden_states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-    shift, scale, gate = _sets(temb_mod, 3)
+    ((shift, scale, gate),) = _sets(temb_mod, 1)
     normed = _modulated(block.norm(hidden_states), scale, shift)
     attention = block.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {}))
     hidden_states = _clipped(torch.addcmul(hidden_states, gate, attention))
@@ -184,13 +192,29 @@ def single_block(
     return hidden_states
 
 
+def _both(ff: Any, image: torch.Tensor, ff_context: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the two MLPs give."""
+    streams = streams_of(ff_context.linear_out, text)
+    if streams is None:
+        return ff(image), ff_context(text)
+    try:
+        streams.expect(ff_context.linear_out, ff_context.start(text))
+        return ff(image), ff_context(text)
+    finally:
+        streams.clear()
+        ff_context.forget()
+
+
 def _replaced(block: Any) -> bool:
-    """Whether an MLP's forward is not its class's, as under a step cache."""
-    return "forward" in vars(block.ff) or "forward" in vars(block.ff_context)
+    """Whether an MLP is another one, or its forward is not its class's, as under a step cache."""
+    own = "forward" in vars(block.ff) or "forward" in vars(block.ff_context)
+    return own or not isinstance(block.ff_context, TextFeedForward)
 
 
-def _sets(modulation: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    return (modulation.unsqueeze(1) if modulation.dim() == 2 else modulation).chunk(count, -1)
+def _sets(modulation: torch.Tensor, count: int) -> Any:
+    from diffusers.models.transformers.transformer_flux2 import Flux2Modulation
+
+    return Flux2Modulation.split(modulation, count)
 
 
 def _modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class RowwiseLinear(ShardedLinear):
 
     # Set where the sum over ranks is taken while something else is computed.
     overlap: Overlap | None = None
-    # The layer of another stream whose output is summed along with this one's, see `streams.py`.
+    # This layer and that of another stream, whose outputs are summed together, see `streams.py`.
     streams: Streams | None = None
 
     def __init__(

@@ -14,7 +14,8 @@ class Options:
 
     `backend`: "auto", "triton" or "torch" (None: the process's default). `reduce_dtype`: of partial sums while they are
     reduced (None, or one narrower than theirs: their own). `copy`: False leaves full weights in place, and each rank
-    reads its part of them. `fuse`: whether blocks are fused (see `plans/fuse.py`); None: where that is faster.
+    reads its part of them. `fuse`: whether blocks are fused (see `plans/fuse.py`); None: where that is faster. False
+    leaves sums of two streams apart, too (see `plans/streams.py`).
 
     Raises:
         ValueError: the backend is unknown, `reduce_dtype` is not a floating-point dtype, or `fuse` is neither.
@@ -35,8 +36,8 @@ class Options:
 
     @property
     def common(self) -> str:
-        """What all ranks must have alike: a collective needs one dtype. Backends may differ, and what is fused."""
-        return f"reduced in {self.reduce_dtype}"
+        """What all ranks must have alike: dtypes of collectives, and which are joined. Backends may differ."""
+        return f"reduced in {self.reduce_dtype}, streams {'apart' if self.fuse is False else 'joined'}"
 
 
 def is_wide_float(dtype: Any) -> bool:

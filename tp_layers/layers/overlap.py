@@ -10,7 +10,8 @@
 A chunk of columns needs its own rows of the weight only, so that the weight is read once, as without chunks; a chunk of
 the input's rows would need all of it. It costs another latency and reads the input anew, so the number of chunks, and
 their widths, follow from what the group and the device do in a second (see `rates.py`); there is one where chunks
-cannot pay. Where something is differentiated, or under autocast, the whole is computed and reduced.
+cannot pay. Where something is differentiated, under autocast, and under torch.compile without a number of chunks, the
+whole is computed and reduced. Until they are put together, chunks take the memory of the output once more.
 
 What is put off leaves the layer as torch's `AsyncCollectiveTensor`, which any operation of torch waits for; code that
 reads memory by itself (`from_dlpack`) does not.
@@ -60,6 +61,9 @@ class Overlap:
         if isinstance(self.chunks, int):
             count = min(self.chunks, N)
             return [N * (number + 1) // count - N * number // count for number in range(count)]
+        if torch.compiler.is_compiling():
+            # Rows may be symbols there, and one graph serves any number of them.
+            return [N]
         itemsize = (wide or xs[0].dtype).itemsize
         # All ranks must come to the same: they compute it for the one that has the most columns.
         return self.chunks.widths(xs[0].shape[:-1].numel(), N, layer.spec.longest(layer.group.size), itemsize)

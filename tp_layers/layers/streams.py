@@ -5,8 +5,8 @@
 
 A block that has both inputs before it calls either layer says so (`expect`). The layer that is called first then
 computes both partial sums, and the other one returns what is there, if it is called with that very tensor, unchanged.
-In any other case each layer reduces its own. What decides is the same on every rank: hooks, which may stand on one rank
-alone, see each layer called once, with its input and its whole output.
+In any other case each layer reduces its own. Hooks, which may stand on one rank alone, see each layer called once, with
+its input and its whole output; one that gives a layer another input has to stand on every rank.
 
 A block of FLUX.2 has two all-reduces instead of four by it. On two CPU ranks one takes 1 to 2 ms, however small.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..collectives import all_reduce
-from ..kernels.contract import as_rows, needs_grad
+from ..collectives import all_reduce, memory_for_sum
+from ..kernels.contract import as_rows
 
 if TYPE_CHECKING:
     from .linear import RowwiseLinear
@@ -39,15 +39,15 @@ class Streams:
 
     def applies(self, x: torch.Tensor) -> bool:
         """Whether the layers can be computed together, for an input such as `x`."""
-        # Inference tensors do not count their changes.
-        if torch.compiler.is_compiling() or x.is_inference() or torch.is_autocast_enabled(x.device.type):
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return False
-        return all(layer.reduce and layer.overlap is None for layer in self.layers)
+        # Inference tensors do not count their changes.
+        return not x.is_inference() and all(layer.reduce and layer.overlap is None for layer in self.layers)
 
     def expect(self, layer: "RowwiseLinear", x: torch.Tensor) -> None:
         """`layer`, one of the two, will be called with `x [.., K / size]`, after the other one."""
-        if self.applies(x):
-            self.clear()
+        self.clear()
+        if layer in self.layers and self.applies(x):
             self.layer, self.x, self.version = layer, x, x._version
 
     def take(self, layer: "RowwiseLinear", x: object, wide: torch.dtype | None) -> torch.Tensor | None:
@@ -65,11 +65,16 @@ class Streams:
         return mine
 
 
+def streams_of(layer: object, x: torch.Tensor) -> Streams | None:
+    """Those that `layer` is one of, if they apply to an input such as `x`; the layer may have been wrapped since."""
+    found: Streams | None = getattr(layer, "streams", None)
+    return found if found is not None and found.applies(x) else None
+
+
 def _alike(layer: "RowwiseLinear", x: torch.Tensor, other: "RowwiseLinear", others: torch.Tensor) -> bool:
     """Whether both can be computed into one buffer."""
-    parameters = (layer.weight, layer.bias, other.weight, other.bias)
     same = layer.out_features == other.out_features and len({x.dtype, others.dtype, layer.weight.dtype}) == 1
-    return same and x.device == others.device and not needs_grad(x, others, *parameters)
+    return same and x.device == others.device
 
 
 def _reduced(
@@ -77,7 +82,9 @@ def _reduced(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both outputs."""
     counts = [x.shape[:-1].numel(), others.shape[:-1].numel()]
-    buffer = x.new_empty((sum(counts), layer.out_features), dtype=wide or x.dtype)
+    shape, dtype = (sum(counts), layer.out_features), wide or x.dtype
+    buffer = memory_for_sum(shape, dtype, x.device, layer.group)
+    buffer = x.new_empty(shape, dtype=dtype) if buffer is None else buffer
     mine, rest = buffer.split(counts)
     layer.partial_sum(as_rows(x), wide, out=mine)
     other.partial_sum(as_rows(others), wide, out=rest)

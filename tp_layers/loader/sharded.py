@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..collectives import broadcast_text
+from ..exchange import broadcast_text
 from ..group import Group
 from .snapshot import FILE_VERSIONS, KEY, MANIFEST, VERSION
 from .steps import Steps

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import gather_objects, largest
+from ..exchange import gather_objects, largest
 from ..group import Group
 
 

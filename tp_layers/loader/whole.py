@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..collectives import receive, send
+from ..exchange import receive, send
 from ..group import Group
 from ..plans.spec import ShardSpec
 from .place import Writer

@@ -37,4 +37,5 @@ def finish(
     watch_failures(model, group)
     for note in fuse_model(model, options):
         logger.warning("%s", note)
-    join_streams(model, group)
+    if options.fuse is not False:
+        join_streams(model, group)

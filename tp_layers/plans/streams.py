@@ -1,8 +1,8 @@
 """Which blocks of a sharded model sum two streams by one all-reduce: FLUX.2's double blocks (`layers/flux2.py`).
 
 As with fused blocks, what a module's code must be is known by the code's digest. A block whose code is another, or that
-has a processor or a forward of its own, keeps an all-reduce for each stream, as it does in training, under
-torch.compile and where sums are overlapped.
+has a processor or a forward of its own, keeps an all-reduce for each stream. So do all of them where gradients are on,
+under torch.compile, autocast and inference mode, where sums are overlapped, and with `fuse=False`.
 """
 
 from typing import Any
@@ -29,6 +29,16 @@ def join_streams(model: nn.Module, group: Group) -> None:
             _join_attention(module)
         elif of_diffusers(module) == "Flux2TransformerBlock":
             _join_block(module)
+
+
+def along(model: nn.Module) -> set[str]:
+    """Paths of layers whose sums go along with another layer's, in inference; `model` may be sharded or whole."""
+    found = set()
+    for path, module in model.named_modules():
+        kind: Any = type(module)
+        if of_diffusers(module) == "Flux2TransformerBlock" and digest(kind.forward) == BLOCK:
+            found |= {f"{path}.attn.to_add_out", f"{path}.ff_context.linear_out"}
+    return found
 
 
 def _join_attention(attention: Any) -> None:
