@@ -49,6 +49,46 @@ def test_a_raised_error_is_raised_on_every_rank(tmp_path, size, how):
         assert one["total"] == [size] and one["same"]
 
 
+def alike(rank: int) -> dict[str, Any]:
+    """Every rank raises, twice, and then none does."""
+    model = sharded()
+    first = model(X)
+    model.fail = boom
+    found = [told(model)["told"] for _ in range(2)]
+    model.fail = lambda: None
+    own: Any = model.blocks[0].up.group.link
+    return {"told": found, "same": torch.equal(model(X), first), "generation": own.generation}
+
+
+def test_where_all_ranks_raise_they_can_go_on(tmp_path):
+    codes, found = on_ranks(3, tmp_path, alike)
+    assert codes == [0] * 3
+    for one in found.values():
+        assert all(text.startswith("boom") for text in one["told"]) and one["same"] and one["generation"] == 3
+
+
+def apart(rank: int) -> dict[str, Any]:
+    """Rank 0 raises in its first forward, after the last sum, and rank 1 in its second, before the first one."""
+    model = sharded()
+    model.at = 2
+    if rank == 0:
+        model.fail = boom
+        found = told(model)
+        model.fail = lambda: None
+    else:
+        model(X)
+        hook = model.blocks[0].register_forward_pre_hook(lambda *args: boom())
+        found = told(model)
+        hook.remove()
+    return {**found, "refused": told(model)["told"]}
+
+
+def test_ranks_that_raise_in_unlike_forwards_cannot_go_on(tmp_path):
+    codes, found = on_ranks(2, tmp_path, apart)
+    assert codes == [0, 0]
+    assert all("this model cannot run" in one["refused"] for one in found.values())
+
+
 def compiled(rank: int) -> dict[str, Any]:
     """Blocks are compiled; rank 1 raises between them, and the model is used again."""
     model = sharded()

@@ -86,8 +86,12 @@ class _Watch:
         if torch.compiler.is_compiling():
             return
         self._before.append(sys.exc_info()[1])
-        assert self.group.link is not None
-        self.group.link.require()
+        link = self.group.link
+        assert link is not None
+        if link.cause and link.all_raised():
+            protect(self.group)
+        link.require()
+        link.calls += 1
 
     def end(self, model: nn.Module, *args: Any) -> None:
         if torch.compiler.is_compiling() or not self._before:

@@ -8,12 +8,13 @@ Who waits for longer than a second looks, each second, into the group's store:
 A slow rank is no failure, and a healthy forward does not touch the store. After a failure the process group is not
 used again, so that sums under way there disturb nobody: the caller's own is as it was. (They keep their process from
 ending until the rank that raised has ended, or the timeout is over.) It stays registered with torch, which makes names
-of the number of process groups.
+of the number of process groups. Where all ranks raised by themselves, their next forward makes a new one.
 
 Only for gloo, where a wait that has timed out can be repeated. Not within compiled code, nor for sums that are put off
 (`all_reduce_later`): there gloo alone ends a wait, when the other process ends or at the timeout.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 BETWEEN_LOOKS = timedelta(seconds=1)
 # Looks for answers to the roll, and seconds between them. Counted: a machine that slept must not find all others dead.
 ROLL_LOOKS, ROLL_PAUSE = 40, 0.1
+# Of a rank that raised only because another one had failed.
+NOT_OWN = b"-"
 
 
 class Link:
@@ -38,6 +41,8 @@ class Link:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation = rank, size, 0
+        # Forwards that have begun.
+        self.calls = 0
         self.cause = "there has been no link yet"
         self._process_group: dist.ProcessGroup | None = None
         self._store: Any = None
@@ -45,7 +50,7 @@ class Link:
     def open(self, process_group: dist.ProcessGroup, generation: int) -> None:
         """From now on all goes over `process_group`."""
         self._process_group, self._store = process_group, process_group.get_group_store()
-        self.cause, self.generation = "", generation
+        self.cause, self.generation, self.calls = "", generation, 0
 
     def require(self) -> dist.ProcessGroup:
         """The process group.
@@ -78,16 +83,32 @@ class Link:
 
     def told(self, error: BaseException) -> str:
         """Closes the link and tells the others that `error` is why; returns what was told first, by any rank."""
-        return self._closed(lambda: self._tell(self._named(error)))
+        return self._closed(lambda: self._tell(self._named(error)), own=True)
 
     def lost(self, error: BaseException) -> str:
         """Closes the link, on which gloo failed; returns why: what a rank told, or who does not answer."""
         return self._closed(lambda: self._call_the_roll() or self._tell(self._named(error)))
 
-    def _closed(self, find: Callable[[], str]) -> str:
+    def all_raised(self) -> bool:
+        """Whether every rank raised by itself in the same forward, as for an argument that none can take."""
+        keys = [f"raised/{rank}" for rank in range(self.size)]
+        with contextlib.suppress(RuntimeError):
+            for _ in range(ROLL_LOOKS):
+                if self._store.check(keys) or self._store.check(["again"]):
+                    break
+                time.sleep(ROLL_PAUSE)
+            found = {self._store.get(key) for key in keys} if self._store.check(keys) else {NOT_OWN}
+            # What the first rank finds holds for all.
+            alike = b"yes" if len(found) == 1 and NOT_OWN not in found else b"no"
+            return self._store.compare_set("again", "", alike.decode()) == b"yes"  # type: ignore[no-any-return]
+        return False
+
+    def _closed(self, find: Callable[[], str], own: bool = False) -> str:
         if not self.cause:
             try:
                 self.cause = find()
+                if self.cause:
+                    self._store.set(f"raised/{self.rank}", str(self.calls) if own else NOT_OWN.decode())
             except RuntimeError as problem:
                 # torch adds where in its own code.
                 (first, *_), who = str(problem).split("\n"), "rank 0 of the default process group, which keeps it"
