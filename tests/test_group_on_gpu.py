@@ -7,15 +7,8 @@ from torch import nn
 from alone import DEVICES, SIZE, WAYS, Doubled, half, one_rank
 from seeded import integers
 from tp_layers import RowwiseLinear
-from tp_layers.collectives import (
-    _merge,
-    all_reduce,
-    all_reduce_later,
-    broadcast_text,
-    gather_objects,
-    largest,
-    start_all_reduce,
-)
+from tp_layers.collectives import _merge, all_reduce, all_reduce_later, start_all_reduce
+from tp_layers.exchange import broadcast_text, gather_objects, largest
 from tp_layers.group import Group
 from tp_layers.in_order import sum_in_order
 from tp_layers.layers.options import Options
