@@ -113,6 +113,12 @@ def outputs(group: Group, done: Callable[[Any], None], how: dict[str, Any]) -> t
     return found, digest(found), sum("allreduce" in name for name in calls.names)
 
 
+def test_describe_counts_them_so():
+    model = FLUX2.build()
+    report = tp_layers.describe(model, tp_layers.plan_for(model, modulation="whole"), size=2)
+    assert [(made.kind, made.count) for made in report.collectives] == [("all-reduce", JOINED)]
+
+
 @pytest.mark.parametrize("fuse", [None, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("done", DONE, ids=[done.__name__ for done in DONE])
 def test_the_model_is_right_and_makes_so_many_reductions(ranks, done, fuse):
