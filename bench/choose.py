@@ -10,7 +10,6 @@ Give it the tables of all machines at once: the file is written anew.
 """
 
 import argparse
-import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from record import RESULTS
+from record import RESULTS, read
 from tp_layers.kernels import configs, measured
 
 Key = tuple[str, str, str, str]
@@ -88,10 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(measured.__file__))
     parser.add_argument("--tolerance", type=float, default=0.02, help="of what counts as slower (default: 0.02)")
     options = parser.parse_args(arguments)
-    rows = []
-    for table in options.tables:
-        with table.open(newline="") as file:
-            rows += list(csv.DictReader(file))
+    rows = read(options.tables)
     verdicts = {key: verdict(ratios, options.tolerance) for key, ratios in speedups(rows).items()}
     used = [row for row in rows if row["architecture"] in configs.ARCHITECTURES]
     sources = dict.fromkeys(

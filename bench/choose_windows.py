@@ -10,12 +10,11 @@ Give it the tables of all machines at once: the file is written anew.
 """
 
 import argparse
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from record import RESULTS
+from record import RESULTS, read
 from tp_layers import ways, windows
 
 Key = tuple[str, int, str]
@@ -90,10 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(windows.__file__))
     parser.add_argument("--most", type=float, default=0.95, help="of NCCL's time (default: 0.95)")
     options = parser.parse_args(arguments)
-    rows = []
-    for table in options.tables:
-        with table.open(newline="") as file:
-            rows += list(csv.DictReader(file))
+    rows = read(options.tables)
     found = {key: chosen(sizes, options.most) for key, sizes in measured(rows).items()}
     found = {key: windows_of for key, windows_of in found.items() if windows_of}
     used = [row for row in rows if not row["machine"].startswith(CPU)]

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -75,3 +76,12 @@ class Table:
             writer.writeheader()
         writer.writerow(row)
         self.file.flush()
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """The rows of several such files, in turn."""
+    rows = []
+    for path in paths:
+        with path.open(newline="") as file:
+            rows += list(csv.DictReader(file))
+    return rows

@@ -1,4 +1,4 @@
-"""Ranks that a test may kill: processes of their own, forked from one that has imported everything."""
+"""Processes that a test may kill, ranks or single ones: of their own, forked from one that has imported everything."""
 
 import functools
 import multiprocessing

@@ -1,15 +1,11 @@
 """The changes that a save makes to the disk: what they are, and a process that is killed before any one of them."""
 
-import functools
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import pytest
 import torch
 
 from close import randomise
+from forked import forked
 from toy import PLAN, Toy
 from tp_layers.apply import apply
 from tp_layers.group import Group
@@ -64,36 +61,11 @@ def _die_before(step: int, folder: Path) -> None:
     sys.addaudithook(watch)
 
 
-def _save_and_die(step: int, seed: int, folder: Path, arguments: dict[str, Any]) -> None:
+def _save_and_die(rank: int, size: int, step: int, seed: int, folder: Path, arguments: dict[str, Any]) -> None:
     tempfile.tempdir = str(folder.parent)
     model = sharded_toy(seed)
     _die_before(step, folder)
     save(model, folder, **arguments)
-
-
-def _serve(pipe: Connection) -> None:
-    """Forks a process for each save that is asked for, and answers with how it ended."""
-    torch.set_num_threads(1)
-    while True:
-        task = pipe.recv()
-        child = os.fork()
-        if child == 0:
-            try:
-                _save_and_die(*task)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-@functools.cache
-def _server() -> Connection:
-    # One process for all: importing takes seconds, forking does not. It has no threads that a fork could trip over.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=_serve, args=(theirs,), daemon=True).start()
-    return ours
 
 
 def kill_at_every_step(seed: int, folder: Path, restore: Callable[[], None], **arguments: Any) -> Iterator[int]:
@@ -102,8 +74,7 @@ def kill_at_every_step(seed: int, folder: Path, restore: Callable[[], None], **a
     itself, and is not yielded. `restore` puts the folder back before each."""
     for step in itertools.count():
         restore()
-        _server().send((step, seed, folder, arguments))
-        ended = _server().recv()
+        (ended,) = forked(1, _save_and_die, step, seed, folder, arguments)
         if ended == 0:
             return
         assert ended == -signal.SIGKILL, f"the save failed by itself before step {step}"

@@ -51,6 +51,8 @@ def window(group, way, dtype=torch.float32):
             # What is made in the first call serves calls in other modes.
             found = ways.ways_of(group.device, group)
         if found.way(dtype, LAST) is None:
+            # What torch does not let one rank have on a GPU; nothing is missing from what stands in for it on a CPU.
+            assert group.device.type != "cpu", lines
             pytest.skip("; ".join(lines))
         yield found
 

@@ -17,12 +17,12 @@ import logging
 import socket
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import graphs, registered, symmetric, windows
-from .exchange import gather_objects
 from .group import Group
 from .kernels.backend import constant
 
@@ -41,14 +41,14 @@ def machine(device: torch.device) -> str:
 class Ways:
     """What the ranks of one process group can all do; it keeps no hold of the group."""
 
-    def __init__(self, device: torch.device, group: Group) -> None:
-        self.device, self.size = device, group.size
+    def __init__(self, device: torch.device, size: int, process_group: dist.ProcessGroup) -> None:
+        self.device, self.size = device, size
         self.staging: symmetric.Staging | None = None
         self.pool: registered.Pool | None = None
-        self.windows = self._alike(group)
+        self.windows = self._alike(process_group)
         for way in WAYS:
-            self._agree(self._missing(way, group), group, way)
-        self._prepare(group)
+            self._agree(self._missing(way, process_group), process_group, way)
+        self._prepare(process_group)
 
     def way(self, dtype: torch.dtype, nbytes: int) -> str | None:
         """The way of a message; None is NCCL's own."""
@@ -57,11 +57,11 @@ class Ways:
                 return way if way == REGISTERED or symmetric.fits(dtype, nbytes) else None
         return None
 
-    def _alike(self, group: Group) -> dict[str, tuple[windows.Window, ...]]:
+    def _alike(self, process_group: dist.ProcessGroup) -> dict[str, tuple[windows.Window, ...]]:
         """The windows by dtype, if all ranks are alike."""
         digest = hashlib.sha256(repr(sorted(windows.WINDOWS.items())).encode()).hexdigest()
         mine = {"GPU": machine(self.device), "host": socket.gethostname(), "table": digest}
-        everyone = gather_objects(mine, group)
+        everyone = _everyone(mine, process_group)
         for what, value in everyone[0].items():
             if any(theirs[what] != value for theirs in everyone):
                 logger.warning("sums over %d ranks are NCCL's own: they have not one %s", self.size, what)
@@ -72,23 +72,20 @@ class Ways:
             if name == mine["GPU"] and size == self.size
         }
 
-    def _missing(self, way: str, group: Group) -> str:
+    def _missing(self, way: str, process_group: dist.ProcessGroup) -> str:
         if not self._has(way):
             return ""
         if way == REGISTERED:
-            assert group.process_group is not None
-            return registered.missing(self.device, group.process_group)
+            return registered.missing(self.device, process_group)
         return symmetric.missing(way, self.size)
 
-    def _prepare(self, group: Group) -> None:
+    def _prepare(self, process_group: dist.ProcessGroup) -> None:
         """Takes the memory that the ways need, and leaves out those for which some rank gets none."""
-        process_group = group.process_group
-        assert process_group is not None
 
         def make_pool() -> None:
             self.pool = registered.Pool(self.device, process_group)
 
-        self._try(make_pool, group, REGISTERED)
+        self._try(make_pool, process_group, REGISTERED)
         through = tuple(symmetric.SUMS)
         if not self._has(*through):
             return
@@ -96,13 +93,13 @@ class Ways:
         staging = self.staging = symmetric.Staging(nbytes, self.device, process_group.group_name)
         # A rank that has no memory left must not leave the others waiting for it.
         for step in (staging.allocate, staging.meet):
-            self._try(step, group, *through)
-        self._agree("" if staging.multicast else "its switch does not multicast", group, "multimem")
+            self._try(step, process_group, *through)
+        self._agree("" if staging.multicast else "its switch does not multicast", process_group, "multimem")
 
     def _has(self, *ways: str) -> bool:
         return any(way in ways for found in self.windows.values() for _, _, way in found)
 
-    def _try(self, step: Callable[[], None], group: Group, *ways: str) -> None:
+    def _try(self, step: Callable[[], None], process_group: dist.ProcessGroup, *ways: str) -> None:
         """Does a step that the `ways` need, on all ranks or none."""
         if not self._has(*ways):
             return
@@ -111,13 +108,13 @@ class Ways:
             step()
         except Exception as error:
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        self._agree(problem, group, *ways)
+        self._agree(problem, process_group, *ways)
 
-    def _agree(self, problem: str, group: Group, *ways: str) -> None:
+    def _agree(self, problem: str, process_group: dist.ProcessGroup, *ways: str) -> None:
         """Leaves out the `ways` with which some rank has a problem."""
         if not self._has(*ways):
             return
-        everyone = gather_objects(problem, group)
+        everyone = _everyone(problem, process_group)
         rank = next((rank for rank, text in enumerate(everyone) if text), None)
         if rank is None:
             return
@@ -126,6 +123,13 @@ class Ways:
         self.windows = {
             dtype: tuple(window for window in found if window[2] not in ways) for dtype, found in self.windows.items()
         }
+
+
+def _everyone(mine: Any, process_group: dist.ProcessGroup) -> list[Any]:
+    # Of the process group itself, which in a trial on one GPU has fewer ranks than its `Group` says.
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, mine, group=process_group)
+    return values
 
 
 # By process group, for as long as it lives.
@@ -144,7 +148,7 @@ def ways_of(device: torch.device, group: Group) -> Ways | None:
         return None
     found = _KNOWN.get(group.process_group)
     if found is None:
-        found = _KNOWN[group.process_group] = Ways(device, group)
+        found = _KNOWN[group.process_group] = Ways(device, group.size, group.process_group)
     return found
 
 
