@@ -12,7 +12,7 @@ import tp_layers
 from close import FLOAT32, compare
 from families import FAMILIES, digest, run
 from seeded import integers
-from tp_layers import RowwiseLinear
+from tp_layers import RowwiseLinear, collectives, exchange
 from tp_layers.group import Group
 from tp_layers.layers.options import Options
 from tp_layers.layers.overlap import Overlap
@@ -30,17 +30,25 @@ def linear(width: int = 24) -> nn.Linear:
 
 
 class Started(Counter[str]):
-    """Counts the all-reduces that were started with `async_op`, and the others."""
+    """Counts the all-reduces that were started, and those that were waited for at once."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        original = dist.all_reduce
+        original, run_to_its_end = dist.all_reduce, collectives.run
 
-        def all_reduce(*args: Any, async_op: bool = False, **how: Any) -> Any:
-            self["started" if async_op else "waited for"] += 1
-            return original(*args, async_op=async_op, **how)
+        def all_reduce(*args: Any, **how: Any) -> Any:
+            self["started"] += 1
+            return original(*args, **how)
+
+        def at_once(*args: Any, **how: Any) -> None:
+            before = self["started"]
+            run_to_its_end(*args, **how)
+            self["waited for"] += self["started"] - before
+            self["started"] = before
 
         patch.setattr(dist, "all_reduce", all_reduce)
+        for module in (collectives, exchange):
+            patch.setattr(module, "run", at_once)
 
 
 SHAPES = {"rows": (10, 24), "one row": (1, 24), "no rows": (0, 24), "batches": (2, 3, 5, 24), "a vector": (24,)}
