@@ -35,6 +35,7 @@ from record import RESULTS, Table
 from tp_layers import RowwiseLinear
 from tp_layers.collectives import all_reduce
 from tp_layers.exchange import largest
+from tp_layers.failure import protect
 from tp_layers.group import Group
 from tp_layers.layers.overlap import Overlap
 from tp_layers.rates import Rates, measure
@@ -47,6 +48,8 @@ BAND, HIDDEN, RATIO = (0.3, 0.7), 0.6, 1.03
 PORT, LIMIT = 29571, 1500
 # Longer ones say nothing that a shorter one does not.
 LONGEST_SECONDS = 4.0
+# Rounds for a row, if they fit: up to so many times as many as asked for.
+ENOUGH_SECONDS, MORE = 20.0, 4
 # In which the link's bucket fills: what is sent next starts like what is sent after other work.
 IDLE_SECONDS = 0.005
 
@@ -71,7 +74,8 @@ def rank_main(rank: int, rounds: int) -> None:
     """Times every layer and prints a line of JSON for each, on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=SIZE)
-    group = Group.of(None)
+    # Over a process group of its own, as a sharded model has it.
+    group = protect(Group.of(None))
     rates = measure(group, torch.float32, width=WIDTH)
     if rank == 0:
         print(rates, file=sys.stderr, flush=True)
@@ -93,7 +97,7 @@ def measured(layer: RowwiseLinear, x: torch.Tensor, rates: Rates, rounds: int) -
     if sum(first) > LONGEST_SECONDS * len(ways):
         return {}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds):
+    for number in range(max(rounds, min(MORE * rounds, int(ENOUGH_SECONDS / sum(first))))):
         for way in ways[:: -1 if number % 2 else 1]:
             seconds[way].append(timed(layer, x, way, rates))
     gemm, reduce, plain, overlapped = (1e3 * statistics.median(seconds[way]) for way in ways)

@@ -1,5 +1,6 @@
 """Rates of compute and communication: the same on all ranks, and when they say that chunks pay."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def test_rates_are_the_same_on_all_ranks(ranks):
     assert results[0] == results[1]
     found, used = results[0]
     assert min(found.flops, found.latency, found.transfer, found.weights) > 0 and 0 <= found.hidden <= 1
+    assert 0 <= found.further <= found.latency and found.turn == rates.TICK
     assert len(set(used)) == 1 and isinstance(used[0], Rates)
 
 
@@ -70,3 +72,23 @@ def test_chunks_do_not_pay_where_one_takes_all_or_each_costs_much():
     assert count(Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, hidden=0.0)) == 1
     # Each chunk goes through an input anew that takes as long as the whole GEMM.
     assert count(Rates(flops=3.9e11, latency=1e-5, transfer=2.5e8, weights=6.3e7)) == 1
+
+
+def test_reductions_under_way_together_allow_more_chunks():
+    slow = Rates(flops=3.9e11, latency=2e-2, transfer=2.5e8)
+    assert count(replace(slow, further=2e-2)) == count(slow) < count(replace(slow, further=1e-5))
+    # The last one is waited for.
+    first, second = (replace(slow, further=further).seconds([1536, 1536], **LAYER) for further in (0.0, 1e-3))
+    assert second - first == pytest.approx(1e-3)
+    assert slow.seconds([3072], **LAYER) == replace(slow, further=0.0).seconds([3072], **LAYER)
+
+
+def test_chunks_that_are_shorter_than_a_turn_hide_more():
+    # A GEMM of 18 ms and a reduction of 25 ms, of a rate of two CPU ranks over 1 Gbit/s.
+    layer = dict(rows=256, width=3072, columns=1536, itemsize=4)
+    found = Rates(flops=1.9e11, latency=3e-4, transfer=1.24e8, weights=1.5e9, hidden=0.67, further=6e-5)
+    turns = replace(found, turn=4e-3)
+    long, short = [1536, 1536], [192] * 16
+    assert turns.seconds(long, **layer) == found.seconds(long, **layer)
+    assert turns.seconds(short, **layer) < 0.93 * found.seconds(short, **layer)
+    assert turns.widths(**layer) == short and len(found.widths(**layer)) < 16

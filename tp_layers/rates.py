@@ -19,6 +19,10 @@ CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
 FEWEST_COLUMNS = 128
 # What is predicted must be better by this, or it is noise.
 GAIN = 1.05
+# All-reduces, of which all but the first are further ones.
+AT_ONCE = 6
+# Seconds, of Linux with 250 ticks in one.
+TICK = 4e-3
 # A chunk is at most this many times as wide as the one beside it, and of a multiple of columns, but for the last one.
 STEEPEST, MULTIPLE = 2.0, 16
 
@@ -29,7 +33,9 @@ class Rates:
 
     `latency`: seconds of the shortest all-reduce. `weights`: elements of an operand that a GEMM goes through, whose
     other operand is small. `hidden`: of the shorter of a GEMM and an all-reduce at one time, the part that costs
-    nothing; what moves the bytes may be the processor that computes.
+    nothing; what moves the bytes may be the processor that computes. `further`: seconds that an all-reduce adds, however
+    short, to another one under way; None for the latency. `turn`: seconds of computing in which what moves the bytes may
+    get no processor, unless the chunk ends before; what is hidden of longer ones was measured.
     """
 
     flops: float
@@ -37,12 +43,15 @@ class Rates:
     transfer: float
     weights: float = math.inf
     hidden: float = 1.0
+    further: float | None = None
+    turn: float = 0.0
 
     def widths(self, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
         """The chunks, of their widths in turn, that take least for `[rows, width]` computed from `columns` columns.
 
-        One where others gain nothing to speak of. Each chunk's GEMM, slowed by it, takes about as long as the reduction
-        of the one before: the first is small where reductions take longer, the last where GEMMs do.
+        One where others gain nothing to speak of. They are equal, or each chunk's GEMM, slowed by it, takes about as
+        long as the reduction of the one before: the first is small where reductions take longer, the last where GEMMs
+        do.
         """
         return _best(self, rows, width, columns, itemsize)
 
@@ -52,32 +61,41 @@ class Rates:
         gemm = [gemms * part / width for part in widths]
         # Each chunk but the first goes through the input anew.
         gemm[1:] = [seconds + rows * columns / self.weights for seconds in gemm[1:]]
-        reduction = [self.latency + reductions * part / width for part in widths]
+        further = self.latency if self.further is None else self.further
+        reduction = [further + reductions * part / width for part in widths[:-1]]
+        reduction.append(self.latency + reductions * widths[-1] / width)
         # Each at one time with the reduction before it.
-        pairs = [(max(pair), min(pair)) for pair in zip(gemm[1:], reduction[:-1], strict=True)]
-        both = sum(longer + (1 - self.hidden) * shorter for longer, shorter in pairs)
-        copied = rows * width / self.weights if pairs else 0.0
+        both = sum(map(self._at_one_time, gemm[1:], reduction[:-1]))
+        copied = rows * width / self.weights if len(widths) > 1 else 0.0
         return gemm[0] + both + reduction[-1] + copied
+
+    def _at_one_time(self, gemm: float, reduction: float) -> float:
+        waits = min(gemm / self.turn, 1.0) if self.turn else 1.0
+        return max(gemm, reduction) + (1 - self.hidden) * waits * min(gemm, reduction)
 
     def _whole(self, rows: int, width: int, columns: int, itemsize: int) -> tuple[float, float]:
         """Seconds of the whole GEMM and of moving its result."""
         gemm = width * columns * (2 * rows / self.flops + 1 / self.weights)
         return gemm, rows * width * itemsize / self.transfer
 
-    def _widths(self, count: int, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
+    def _growth(self, rows: int, width: int, columns: int, itemsize: int) -> float:
+        """Of each chunk over the one before it."""
         gemm, reduction = self._whole(rows, width, columns, itemsize)
         slowed = gemm + (1 - self.hidden) * min(gemm, reduction)
-        growth = min(max(reduction, slowed / STEEPEST) / slowed, STEEPEST) if slowed else 1.0
-        shares = [growth**number for number in range(count)]
-        ends = [round(width / MULTIPLE * part / sum(shares)) * MULTIPLE for part in itertools.accumulate(shares)]
-        return [stop - start for start, stop in itertools.pairwise([0, *ends[:-1], width])]
+        return min(max(reduction, slowed / STEEPEST) / slowed, STEEPEST) if slowed else 1.0
+
+
+def _widths(count: int, growth: float, width: int) -> list[int]:
+    shares = [growth**number for number in range(count)]
+    ends = [round(width / MULTIPLE * part / sum(shares)) * MULTIPLE for part in itertools.accumulate(shares)]
+    return [stop - start for start, stop in itertools.pairwise([0, *ends[:-1], width])]
 
 
 # Every layer asks in every call: 49 microseconds to work out, 0.5 to remember.
 @functools.lru_cache(maxsize=1024)
 def _best(rates: Rates, *shape: int) -> list[int]:
     rows, width, columns, itemsize = shape
-    ways = [rates._widths(count, rows, width, columns, itemsize) for count in CHUNKS]
+    ways = [_widths(count, growth, width) for growth in (rates._growth(*shape), 1.0) for count in CHUNKS]
     fit = [widths for widths in ways if len(widths) == 1 or min(widths) >= FEWEST_COLUMNS]
     best = min(fit, key=lambda widths: rates.seconds(widths, rows, width, columns, itemsize))
     chunked, whole = (rates.seconds(widths, rows, width, columns, itemsize) for widths in (best, [width]))
@@ -85,7 +103,7 @@ def _best(rates: Rates, *shape: int) -> list[int]:
 
 
 def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256, rounds: int = 5) -> Rates:
-    """The rates of `group` for models in `dtype`, by two GEMMs, two all-reduces, and one of each at one time.
+    """The rates of `group` for models in `dtype`, by two GEMMs, all-reduces alone and at once, and one of each.
 
     All ranks call it. They meet in each round, and the median over rounds of the slowest rank's times counts.
     """
@@ -97,9 +115,11 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
         lambda: x @ weight,
         lambda: x[:few] @ weight,
         lambda: all_reduce(short.zero_(), group),
+        lambda: _at_once(short, group),
         lambda: all_reduce(large.zero_(), group),
     ]
-    many, little, latency, transfer = (median(column) for column in zip(*_slowest(ways, group, rounds), strict=True))
+    medians = (median(column) for column in zip(*_slowest(ways, group, rounds), strict=True))
+    many, little, latency, several, transfer = medians
     per_row = max(many - little, 1e-9) / (rows - few)
     # Of two that take unlike times the noise of the longer would hide what becomes of the shorter.
     alike = large[: max(1, min(rows, int(rows * many / transfer)))]
@@ -109,7 +129,15 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
         transfer=large.nbytes / max(transfer - latency, 1e-9),
         weights=width * width / max(little - few * per_row, 1e-9),
         hidden=_measure_hidden(x, weight, alike, group, rounds),
+        further=min(max(several - latency, 0.0) / (AT_ONCE - 1), latency),
+        turn=TICK if group.device.type == "cpu" else 0.0,
     )
+
+
+def _at_once(short: torch.Tensor, group: Group) -> torch.Tensor:
+    """Some reductions that are under way together."""
+    waits = [start_all_reduce(torch.zeros_like(short), group) for _ in range(AT_ONCE)]
+    return [wait() for wait in waits][-1]
 
 
 def _measure_hidden(x: torch.Tensor, weight: torch.Tensor, sent: torch.Tensor, group: Group, rounds: int) -> float:
