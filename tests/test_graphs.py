@@ -12,12 +12,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 import tp_layers
 from seeded import integers
 from tp_layers import RowwiseLinear, graphs
-from tp_layers.collectives import all_gather, all_reduce, all_reduce_later
+from tp_layers.collectives import all_gather, all_reduce
 from tp_layers.exchange import broadcast_text, gather_objects
 from tp_layers.group import Group
 from tp_layers.inputs import check_first_inputs
 from tp_layers.layers.overlap import Overlap
 from tp_layers.plans.spec import ShardSpec
+from tp_layers.under_way import all_reduce_later
 
 GLOO = "a collective over gloo cannot be part of a CUDA graph"
 OBJECTS = "what the ranks tell each other cannot be part of a CUDA graph: call it before the capture"

@@ -7,7 +7,7 @@ from torch import nn
 from alone import DEVICES, SIZE, WAYS, Doubled, half, one_rank
 from seeded import integers
 from tp_layers import RowwiseLinear
-from tp_layers.collectives import _merge, all_reduce, all_reduce_later, start_all_reduce
+from tp_layers.collectives import _merge, all_reduce
 from tp_layers.exchange import broadcast_text, gather_objects, largest
 from tp_layers.group import Group
 from tp_layers.in_order import sum_in_order
@@ -15,6 +15,7 @@ from tp_layers.layers.options import Options
 from tp_layers.layers.overlap import Overlap
 from tp_layers.plans.spec import ShardSpec
 from tp_layers.rates import measure
+from tp_layers.under_way import all_reduce_later, start_all_reduce
 
 ROWS, WIDTH, DEPTH = 1100, 384, 512
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,10 +15,10 @@ from close import randomise
 from memory import resident_bytes
 from seeded import noise
 from tp_layers import PackedColwiseParallel
-from tp_layers.collectives import all_reduce_later
 from tp_layers.group import Group
 from tp_layers.layers.fused import FusedProjection
 from tp_layers.layers.low_rank import Adaptable, LowRank
+from tp_layers.under_way import all_reduce_later
 
 ROWS, WIDTH = 32, 64
 WARM_UP = 50

@@ -12,8 +12,9 @@ from torch import nn
 from fake_ways import WINDOWS, FakeWays, reduced, table
 from seeded import per_rank
 from tp_layers import RowwiseLinear, graphs, ways
-from tp_layers.collectives import all_reduce, start_all_reduce
+from tp_layers.collectives import all_reduce
 from tp_layers.group import Group
+from tp_layers.under_way import start_all_reduce
 
 # Bytes of a float32 message, and its way.
 EDGES = {

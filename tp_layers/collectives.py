@@ -13,15 +13,11 @@ Of shards of several lengths, an all-gather carries as many bytes as if all were
 At size 1 each of them returns its argument. Only this module and `exchange.py` treat one rank specially.
 """
 
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import graphs, ways, windows
 from .group import Group
@@ -34,7 +30,7 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     if not x.is_contiguous():
         # gloo reduces the memory under a column view without an error and overwrites its neighbours.
         raise ValueError(f"cannot all-reduce a tensor of shape {tuple(x.shape)} with strides {x.stride()} in place")
-    _check_graph(x, group)
+    graphs.refuse_gloo(x, group.device)
     if x.numel() and group.deterministic:
         return sum_in_order(x, group)
     if x.numel():
@@ -42,14 +38,8 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x
 
 
-def _check_graph(x: torch.Tensor, group: Group) -> None:
-    # Of a group whose device is the CPU; only gloo's is.
-    if group.device.type == "cpu":
-        graphs.refuse_gloo(x)
-
-
 def _merge(x: torch.Tensor, group: Group, spec: ShardSpec) -> torch.Tensor:
-    _check_graph(x, group)
+    graphs.refuse_gloo(x, group.device)
     x = spec.pad(x, group.size)
     shards = x.new_empty((group.size, *x.shape))
     if x.numel():
@@ -141,49 +131,6 @@ def memory_for_sum(
     if not windows.WINDOWS or group.size == 1:
         return None
     return ways.empty(shape, dtype, device, group)
-
-
-def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
-    """Starts summing the ranks' contiguous `x`, in place, and returns what waits for the sum and returns it.
-
-    Nothing is differentiated. Under torch.compile the sum is a tensor of its own.
-    """
-    if group.size == 1 or group.deterministic or not x.numel():
-        done = all_reduce(x, group)
-        return lambda: done
-    if torch.compiler.is_compiling():
-        started = torch.ops._c10d_functional.all_reduce(x, "sum", _name(group))
-        return lambda: torch.ops._c10d_functional.wait_tensor(started)
-    _check_graph(x, group)
-    work = dist.all_reduce(x, group=group.channel, async_op=True)
-    if x.device.type == "cpu" and sys.platform == "linux":
-        # What comes next may take this processor: without it the group's threads get it at the next tick (4 ms).
-        os.sched_yield()
-    return lambda: _waited(x, work, group)
-
-
-def _waited(x: torch.Tensor, work: Any, group: Group) -> torch.Tensor:
-    if group.link is None:
-        work.wait()
-    else:
-        group.link.wait(work)
-    return x
-
-
-def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of the ranks' contiguous `x`, in place, for which the first operation that reads it waits."""
-    if group.size == 1 or group.deterministic or not x.numel() or torch.compiler.is_compiling():
-        return all_reduce(x, group)
-    if graphs.captures(x):
-        # What reads it may lie outside the graph, which must end with nothing under way.
-        return all_reduce(x, group)
-    torch.ops._c10d_functional.all_reduce_(x, "sum", _name(group))
-    return AsyncCollectiveTensor(x)
-
-
-def _name(group: Group) -> str:
-    assert group.channel is not None
-    return group.channel.group_name
 
 
 def summed(x: torch.Tensor, group: Group, wanted: torch.dtype | None = None) -> torch.Tensor:

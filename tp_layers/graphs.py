@@ -31,9 +31,9 @@ def refuse_objects(what: str) -> None:
         raise RuntimeError(f"{what} cannot be part of a CUDA graph: call it before the capture")
 
 
-def refuse_gloo(x: torch.Tensor) -> None:
-    """Raises RuntimeError where `x` is reduced through the CPU while its stream is captured."""
-    if captures(x):
+def refuse_gloo(x: torch.Tensor, device: torch.device) -> None:
+    """Raises RuntimeError where `x`'s stream is captured, and its group's `device` is the CPU, which only gloo's is."""
+    if device.type == "cpu" and captures(x):
         raise RuntimeError(
             "a collective over gloo cannot be part of a CUDA graph: it goes through the CPU, which no replay repeats. "
             "Use NCCL, or run without a graph"

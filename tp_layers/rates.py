@@ -10,9 +10,10 @@ from statistics import median
 
 import torch
 
-from .collectives import all_reduce, start_all_reduce
+from .collectives import all_reduce
 from .exchange import largest
 from .group import Group
+from .under_way import start_all_reduce
 
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Fewer columns of an output leave processors idle.
@@ -33,9 +34,9 @@ class Rates:
 
     `latency`: seconds of the shortest all-reduce. `weights`: elements of an operand that a GEMM goes through, whose
     other operand is small. `hidden`: of the shorter of a GEMM and an all-reduce at one time, the part that costs
-    nothing; what moves the bytes may be the processor that computes. `further`: seconds that an all-reduce adds, however
-    short, to another one under way; None for the latency. `turn`: seconds of computing in which what moves the bytes may
-    get no processor, unless the chunk ends before; what is hidden of longer ones was measured.
+    nothing; what moves the bytes may be the processor that computes. `further`: seconds that an all-reduce, however
+    short, adds to another one under way; None for the latency. `turn`: seconds of computing in which what moves the
+    bytes may get no processor, unless the chunk ends before; what is hidden of longer ones was measured.
     """
 
     flops: float

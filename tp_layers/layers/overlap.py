@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import windows
-from ..collectives import all_reduce, all_reduce_later, memory_for_sum, start_all_reduce
+from ..collectives import all_reduce, memory_for_sum
 from ..kernels.contract import needs_grad
 from ..rates import Rates
+from ..under_way import all_reduce_later, start_all_reduce
 
 if TYPE_CHECKING:
     from .linear import RowwiseLinear
