@@ -22,8 +22,6 @@ FEWEST_COLUMNS = 128
 GAIN = 1.05
 # All-reduces, of which all but the first are further ones.
 AT_ONCE = 6
-# Seconds, of Linux with 250 ticks in one.
-TICK = 4e-3
 # A chunk is at most this many times as wide as the one beside it.
 STEEPEST = 2.0
 # Columns of which a chunk is a multiple, but for the last one: whole tiles of a GEMM on a GPU (64) and of MKL's with
@@ -36,10 +34,9 @@ class Rates:
     """What the slowest rank does in a second: `flops` of a GEMM, `transfer` bytes of a tensor that is all-reduced.
 
     `latency`: seconds of the shortest all-reduce. `weights`: elements of an operand that a GEMM goes through, whose
-    other operand is small. `hidden`: of the shorter of a GEMM and an all-reduce at one time, the part that costs
+    other operand is small. `hidden`: of the shorter of a GEMM and one all-reduce at one time, the part that costs
     nothing; what moves the bytes may be the processor that computes. `further`: seconds that an all-reduce, however
-    short, adds to another one under way; None for the latency. `turn`: seconds of computing in which what moves the
-    bytes may get no processor, unless the chunk ends before; what is hidden of longer ones was measured.
+    short, adds to another one under way; None for the latency.
     """
 
     flops: float
@@ -48,7 +45,6 @@ class Rates:
     weights: float = math.inf
     hidden: float = 1.0
     further: float | None = None
-    turn: float = 0.0
 
     def widths(self, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
         """The chunks, of their widths in turn, that take least for `[rows, width]` computed from `columns` columns.
@@ -68,14 +64,17 @@ class Rates:
         further = self.latency if self.further is None else self.further
         reduction = [further + reductions * part / width for part in widths[:-1]]
         reduction.append(self.latency + reductions * widths[-1] / width)
-        # Each at one time with the reduction before it.
-        both = sum(map(self._at_one_time, gemm[1:], reduction[:-1]))
+        # When all that has been started is computed, and when it is reduced.
+        computed, reduced = gemm[0], 0.0
+        for compute, reduce in zip(gemm[1:], reduction[:-1], strict=True):
+            late = max(reduced - computed, 0.0)
+            # Of two under way at one time each fills the other's gaps, in which it waits for a processor.
+            two = min(late / compute, 1.0) if compute else 1.0
+            lost = (1 - self.hidden) * (1 - self.hidden * two) * min(compute, late + reduce)
+            reduced = computed + late + reduce + lost
+            computed += compute + lost
         copied = rows * width / self.weights if len(widths) > 1 else 0.0
-        return gemm[0] + both + reduction[-1] + copied
-
-    def _at_one_time(self, gemm: float, reduction: float) -> float:
-        waits = min(gemm / self.turn, 1.0) if self.turn else 1.0
-        return max(gemm, reduction) + (1 - self.hidden) * waits * min(gemm, reduction)
+        return max(computed, reduced) + reduction[-1] + copied
 
     def _whole(self, rows: int, width: int, columns: int, itemsize: int) -> tuple[float, float]:
         """Seconds of the whole GEMM and of moving its result."""
@@ -134,7 +133,6 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
         weights=width * width / max(little - few * per_row, 1e-9),
         hidden=_measure_hidden(x, weight, alike, group, rounds),
         further=min(max(several - latency, 0.0) / (AT_ONCE - 1), latency),
-        turn=TICK if group.device.type == "cpu" else 0.0,
     )
 
 
