@@ -144,7 +144,7 @@ def missed(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.05, 0.1, 1.0, 10.0])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="at least; up to 4 times as many of short calls")
     parser.add_argument("--output", type=Path, default=RESULTS / "overlap.csv")
     parser.add_argument("--append", action="store_true", help="to the rows that are there, such as other links'")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,6 +1,7 @@
 """Rates of compute and communication: the same on all ranks, and when they say that chunks pay."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,10 +59,14 @@ def test_what_cannot_be_hidden_is_the_smallest_chunk(flops):
     # The GEMM of the first, or the reduction of the last, by what takes longer; but for the rounding to whole tiles.
     steps = [after - before for before, after in itertools.pairwise(widths)]
     assert all((-step if flops < 3.9e11 else step) >= -rates.MULTIPLE for step in steps)
-    assert all(width % rates.MULTIPLE == 0 for width in widths[:-1])
-    # Of equal ones they differ by their rounding at most.
+    # Of a GPU and of a processor.
+    assert all(width % 64 == 0 and width % 48 == 0 for width in widths[:-1])
+    # Of equal ones they differ by their rounding at most, but where one of the two takes much longer.
     equal = [3072 // len(widths)] * len(widths)
     assert found.seconds(widths, **LAYER) <= 1.03 * found.seconds(equal, **LAYER)
+    if flops in (3.9e10, 3.9e12):
+        assert max(widths[0], widths[-1]) > 4 * min(widths[0], widths[-1])
+        assert found.seconds(widths, **LAYER) < 0.99 * found.seconds(equal, **LAYER)
 
 
 def test_chunks_do_not_pay_where_one_takes_all_or_each_costs_much():
@@ -107,3 +112,29 @@ def test_where_gemms_take_longer_each_reduction_is_alone():
     layer, widths = {**NARROW, "columns": 6144}, [1728, 768, 384, 192]
     lost = CPUS.seconds(widths, **layer) - replace(CPUS, hidden=1.0).seconds(widths, **layer)
     assert lost == pytest.approx(0.33 * sum(256 * width * 4 / 1.24e8 + 6e-5 for width in widths[:-1]))
+
+
+def test_chunks_are_put_together_and_the_whole_is_not():
+    for widths, factor in (([1536, 1536], 1), ([3072], 0)):
+        # Of an input without columns, so that only what is put together goes through memory.
+        layer = {**NARROW, "columns": 0}
+        slow, fast = (replace(CPUS, weights=weights).seconds(widths, **layer) for weights in (1e9, math.inf))
+        assert slow - fast == pytest.approx(factor * 256 * 3072 / 1e9)
+
+
+def test_what_a_further_reduction_adds(monkeypatch):
+    """One takes 1 ms, and as many as are started at once 2 ms, on the slowest rank."""
+    monkeypatch.setattr(rates, "_slowest", lambda ways, *_: [[0.02, 0.01, 0.001, 0.002, 0.005][: len(ways)]] * 3)
+    assert measure(Group(), torch.float32, width=64, rows=16).further == pytest.approx(0.001 / (rates.AT_ONCE - 1))
+
+
+def test_those_are_all_started_before_one_is_waited_for(monkeypatch):
+    calls = []
+
+    def start(x: torch.Tensor, group: Group) -> Any:
+        calls.append("started")
+        return lambda: calls.append("waited for")
+
+    monkeypatch.setattr(rates, "start_all_reduce", start)
+    rates._at_once(torch.zeros(1), Group())
+    assert calls == ["started"] * rates.AT_ONCE + ["waited for"] * rates.AT_ONCE and rates.AT_ONCE > 2

@@ -69,7 +69,7 @@ def apply(  # type: ignore[misc]
         deterministic: True adds partial sums up in rank order, in float32 at least, so that the same terms give the
             same bits in a message of any size and in every run.
         overlap: True measures how fast the ranks compute and communicate, and has rowwise layers reduce their output in
-            chunks of columns, each while the next one is computed, where that pays. A number of chunks, or rates from
+            chunks of columns, each while later ones are computed, where that pays. A number of chunks, or rates from
             `measure`, leave out the measurement. For inference.
 
     Raises:

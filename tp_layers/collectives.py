@@ -10,7 +10,8 @@
 
 Of shards of several lengths, an all-gather carries as many bytes as if all were as long as the longest.
 
-At size 1 each of them returns its argument. Only this module and `exchange.py` treat one rank specially.
+At size 1 each of them returns its argument. Only this module, `under_way.py` and `exchange.py` treat one rank
+specially.
 """
 
 from typing import Any

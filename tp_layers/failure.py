@@ -70,22 +70,23 @@ def _timeout(group: dist.ProcessGroup) -> Any:
 
 @contextlib.contextmanager
 def _unhurried() -> Iterator[None]:
-    """Threads that begin meanwhile interrupt no other one when they wake up, on Linux.
+    """Threads that this one starts meanwhile interrupt no other when they wake up, on Linux.
 
     gloo's thread for the network does not wait for a connection that another thread of its holds, but asks for it over
     and over. If it has interrupted that very thread, until the scheduler's next tick: of two ranks on two cores every
     fourth sum took 2 to 5 ms instead of 0.6, and a step of FLUX.2 (`bench/step.py`) 1.15 times as long.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    # Of the calling thread alone; those that it starts inherit it. No privilege is needed, but a sandbox may forbid it.
+    is_set = False
+    # No privilege is needed, but a sandbox may forbid it.
     with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            # Of the calling thread alone; those that it starts inherit it.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            is_set = True
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
+        if is_set:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 

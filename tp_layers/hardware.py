@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .exchange import largest
+from .failure import protect
 from .group import Group
 from .launch import Ranks
 from .rates import Rates, measure
@@ -134,6 +135,8 @@ def measured(sizes: Sequence[int], dtype: torch.dtype) -> dict[int, Hardware]:
 
 def measured_on(group: Group, dtype: torch.dtype) -> Hardware:
     """What the ranks of `group` do, all of which call it."""
+    # Over a process group of its own, as a sharded model talks.
+    group = protect(group)
     size, on_cpu = group.size, group.device.type == "cpu"
     rows, width = ON_CPU if on_cpu else ON_GPU
     rates, bandwidth = measure(group, dtype, width=width, rows=rows), _bandwidth(group, dtype)

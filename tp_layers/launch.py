@@ -127,7 +127,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -
     # Every rank of the world takes part in making each group, as a member or not.
     joined = {count: dist.new_group(list(range(count))) for count in range(2, size)}
     groups = {count: Group.of(found) for count, found in joined.items() if rank < count}
-    # Of all ranks, and of each alone, where all know equally many: so a pair gets a link (see `failure.py`).
+    # Of all ranks, and of each alone: two ranks know equally many groups, and so get a link (see `failure.py`).
     groups |= {1: Group.of(dist.new_group([rank], use_local_synchronization=True)), size: Group.of()}
     while True:
         try:

@@ -52,7 +52,7 @@ def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _give_way(x: torch.Tensor) -> None:
-    """Lets the threads that move `x` have this processor, which otherwise they get at the next tick, of 4 ms."""
+    """Lets a model's own threads (`failure.py`) move `x`, which would wait for the scheduler's next tick, 1 to 4 ms."""
     if x.device.type == "cpu" and sys.platform == "linux":
         os.sched_yield()
 

@@ -1,15 +1,15 @@
 """Overlap: the sum over ranks of a rowwise output, taken while something else is computed.
 
-    in chunks   each chunk of the output's columns is reduced while the next one is computed
+    in chunks   each chunk of the output's columns is reduced while later ones are computed
     put off     the whole is reduced while whatever comes next is computed, up to the first operation that reads it
 
     time        whole    GEMM + latency + transfer
-                chunked  the first chunk's GEMM, then chunk by chunk the longer of GEMM and reduction, then the last
-                         chunk's reduction
+                chunked  the first chunk's GEMM, then the longer of the other GEMMs and the reductions before the last,
+                         then the last chunk's reduction
 
 A chunk of columns needs its own rows of the weight only, so that the weight is read once, as without chunks; a chunk of
-the input's rows would need all of it. It costs another latency and reads the input anew, so the number of chunks, and
-their widths, follow from what the group and the device do in a second (see `rates.py`); there is one where chunks
+the input's rows would need all of it. It costs a further all-reduce and reads the input anew, so the number of chunks,
+and their widths, follow from what the group and the device do in a second (see `rates.py`); there is one where chunks
 cannot pay. Where something is differentiated, under autocast, and under torch.compile without a number of chunks, the
 whole is computed and reduced. Until they are put together, chunks take the memory of the output once more.
 
