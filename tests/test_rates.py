@@ -27,6 +27,16 @@ def test_what_is_hidden_is_a_part_of_the_shorter():
     assert [rates._hidden(3.0, 2.0, both) for both in (3.0, 4.0, 5.0, 9.0, 1.0)] == [1.0, 0.5, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize(("disturbed", "hidden"), [(0, 0.75), (3, 0.75), (4, 0.0)])
+def test_what_is_hidden_is_seen_in_two_rounds_of_three(disturbed, hidden, monkeypatch):
+    monkeypatch.setattr(
+        rates,
+        "_slowest",
+        lambda ways, group, rounds: [[2.0, 1.0, 9.0]] * disturbed + [[2.0, 1.0, 2.25]] * (rounds - disturbed),
+    )
+    assert rates._measure_hidden(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1), Group(), rounds=5) == hidden
+
+
 def test_rates_are_the_same_on_all_ranks(ranks):
     results = ranks(2, measured)
     assert results[0] == results[1]
