@@ -3,8 +3,8 @@
 Two CPU (gloo) ranks of one thread, each in a network namespace of its own; the link between them is limited to a rate.
 The rowwise layers of FLUX.1 (width 3072): attention's output, the MLP's, and the single blocks'. Timed in turn, in each
 round: the GEMM alone, the all-reduce alone, the plain layer, and the overlapped one, whose number of chunks follows
-from rates measured before; every other round the other way round. A time is the slowest rank's, the median of the
-rounds counts.
+from rates measured before; in each round in another order, as it matters what ran before. A time is the slowest rank's,
+the median of the rounds counts.
 
     hidden   (GEMM + all-reduce - overlapped) / the smaller of GEMM and all-reduce
     ratio    overlapped / plain, the median of the rounds' own, in which what else the machine does counts on both sides
@@ -19,6 +19,7 @@ import argparse
 import json
 import operator
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def measured(layer: RowwiseLinear, x: torch.Tensor, rates: Rates, rounds: int) -
         return {}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(max(rounds, min(MORE * rounds, int(ENOUGH_SECONDS / sum(first))))):
-        for way in ways[:: -1 if number % 2 else 1]:
+        for way in random.Random(number).sample(ways, len(ways)):
             seconds[way].append(timed(layer, x, way, rates))
     gemm, reduce, plain, overlapped = (1e3 * statistics.median(seconds[way]) for way in ways)
     chunks = len(rates.widths(x.shape[0], WIDTH, layer.local, x.element_size()))
