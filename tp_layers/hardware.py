@@ -39,7 +39,8 @@ class Hardware:
 
     `memory` in bytes; `flops` of a GEMM in `dtypes`; `bandwidth` of the memory in bytes/s; `per_node` GPUs of one node;
     `latency` of the shortest all-reduce within a node, in seconds, and `link` bytes/s that a rank sends in a long one;
-    `latency_between`, in addition, and `link_between` of a whole node, between nodes.
+    `latency_between`, in addition, and `link_between` of a whole node, between nodes. `weights`, `hidden` and `further`
+    are those of `Rates`, which only a measurement tells.
     """
 
     name: str
@@ -52,6 +53,9 @@ class Hardware:
     latency_between: float
     link_between: float
     dtypes: tuple[torch.dtype, ...] = HALVES
+    weights: float = math.inf
+    hidden: float = 1.0
+    further: float | None = None
 
     def nodes(self, size: int) -> int:
         """How many nodes `size` ranks take."""
@@ -62,7 +66,8 @@ class Hardware:
         nodes, near = self.nodes(size), min(size, self.per_node)
         seconds = _ring(near) / self.link + _ring(nodes) / self.link_between
         latency = (near > 1) * self.latency + (nodes > 1) * self.latency_between
-        return Rates(self.flops, latency, 1 / seconds if seconds else math.inf)
+        transfer = 1 / seconds if seconds else math.inf
+        return Rates(self.flops, latency, transfer, self.weights, self.hidden, self.further)
 
 
 def _ring(members: int) -> float:
@@ -143,7 +148,7 @@ def measured_on(group: Group, dtype: torch.dtype) -> Hardware:
     link = _ring(size) * rates.transfer if size > 1 else math.inf
     return Hardware(
         f"{MEASURED} ({group.device.type})", _memory(group), rates.flops, bandwidth, size, rates.latency, link, 0.0,
-        math.inf, (dtype,),
+        math.inf, (dtype,), rates.weights, rates.hidden, rates.further,
     )  # fmt: skip
 
 
