@@ -46,21 +46,30 @@ ROWS = {"few": 8, "short": 512, "long": 4608}
 # The tensor cores' instructions, from sm_80's and sm_90's to sm_100's.
 TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
 
+# What else decides how a rowwise sum is compiled: loops of one input may be flattened, and a wide sum is stored from
+# more memory.
+ONE_INPUT, WIDE_SUM = "one input", "float32 sum"
+VARIANTS = (ONE_INPUT, WIDE_SUM, f"{ONE_INPUT}, {WIDE_SUM}")
+
 POINTERS = {"rowwise": rowwise_launch, "colwise": colwise_launch, "gated": gated_launch}
 TMA = {"rowwise": rowwise_tma_launch, "colwise": colwise_tma_launch, "gated": gated_tma_launch}
 
 
 class Case(NamedTuple):
-    """One compilation. `even` says whether K is a multiple of the step along K: if not, the loads have masks."""
+    """One compilation. `even` says whether K is a multiple of the step along K: if not, the loads have masks.
+
+    `variant`: of `VARIANTS`, how the launch of a rowwise sum differs from the typical one.
+    """
 
     architecture: str
     operation: str
     shape: str
     dtype: str
     even: bool
+    variant: str = ""
 
     def __str__(self) -> str:
-        return "-".join([*self[:4], "even" if self.even else "ragged"])
+        return "-".join(filter(None, [*self[:4], "even" if self.even else "ragged", self.variant]))
 
 
 class Compiled(NamedTuple):
@@ -94,13 +103,19 @@ def cases(
         for dtype in dtypes
         if architecture in architectures and dtype != "float32"
     ]
+    variants = [
+        case._replace(variant=variant)
+        for case in gemms + descriptors
+        for variant in VARIANTS
+        if case.operation.startswith("rowwise") and case.dtype != "float32" and case.even
+    ]
     norms = [
         Case(architecture, operation, "long", dtype, True)
         for architecture in architectures
         for operation in configs.NORMS
         for dtype in dtypes
     ]
-    return gemms + descriptors + norms
+    return gemms + descriptors + variants + norms
 
 
 def launch_of(case: Case) -> Launch:
@@ -119,13 +134,11 @@ def launch_of(case: Case) -> Launch:
         return scale_launch(x, squares, new(depth), None, new(rows, depth), 2 * depth, 1e-6, False, step)
     operation = case.operation.removesuffix("_tma")
     if operation == "rowwise":
-        arguments = (
-            [new(rows, depth), new(rows, 4 * depth)],
-            new(3072, 5 * depth),
-            new(3072),
-            new(rows, 3072),
-            [0, depth],
-        )
+        xs, columns = [new(rows, depth), new(rows, 4 * depth)], [0, depth]
+        if ONE_INPUT in case.variant:
+            xs, columns = [new(rows, 5 * depth)], [0]
+        y = new(rows, 3072)
+        arguments = xs, new(3072, 5 * depth), new(3072), y.float() if WIDE_SUM in case.variant else y, columns
     elif operation == "colwise":
         widths = [1024, 1024, 1024, 4096]
         ys, starts = [new(rows, width) for width in widths], [sum(widths[:i]) for i in range(len(widths))]
@@ -136,7 +149,8 @@ def launch_of(case: Case) -> Launch:
     which = case.architecture, operation, rows, dtype
     if operation == case.operation:
         return POINTERS[operation](*arguments, configs.tile_for(*which))
-    return TMA[operation](*arguments, configs.tma_tile_for(*which), programs=132)
+    wide = torch.float32 if WIDE_SUM in case.variant else None
+    return TMA[operation](*arguments, configs.tma_tile_for(*which, wide), programs=132)
 
 
 def source_of(launch: Launch) -> ASTSource:

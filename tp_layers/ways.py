@@ -77,7 +77,7 @@ class Ways:
             return ""
         if way == REGISTERED:
             return registered.missing(self.device, process_group)
-        return symmetric.missing(way, self.size)
+        return symmetric.missing(way, dist.get_world_size(process_group))
 
     def _prepare(self, process_group: dist.ProcessGroup) -> None:
         """Takes the memory that the ways need, and leaves out those for which some rank gets none."""

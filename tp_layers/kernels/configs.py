@@ -108,6 +108,11 @@ TMA_TILES: dict[tuple[str, str, str, str], Tile] = {
     ("sm_100", "colwise", "long", "half"): Tile(128, 256, 64, 8, 4),
 }
 
+# Where a result in float32 takes another one: at 256 columns it spills on sm_100.
+WIDE_TMA_TILES: dict[tuple[str, str, str, str], Tile] = {
+    ("sm_100", "rowwise", "long", "half"): Tile(128, 128, 64, 8, 4),
+}
+
 # A row of 1024 to 6144 channels, read once: 4 warps of 8 elements a thread keep 16-byte loads in flight.
 ROWS: dict[str, Row] = dict.fromkeys(NORMS, Row(1024, 4))
 
@@ -140,9 +145,12 @@ def tile_for(architecture: str | None, operation: str, rows: int, dtype: torch.d
     return TILES[architecture, operation, shape_class(rows), dtype_class(dtype)]
 
 
-def tma_tile_for(architecture: str | None, operation: str, rows: int, dtype: torch.dtype) -> Tile | None:
-    """The entry of `TMA_TILES`, if there is one."""
-    return TMA_TILES.get((architecture or "", operation, shape_class(rows), dtype_class(dtype)))
+def tma_tile_for(
+    architecture: str | None, operation: str, rows: int, dtype: torch.dtype, result: torch.dtype | None = None
+) -> Tile | None:
+    """The entry of `TMA_TILES`, if there is one, for operands in `dtype`."""
+    key = architecture or "", operation, shape_class(rows), dtype_class(dtype)
+    return WIDE_TMA_TILES.get(key) if result == torch.float32 and key in WIDE_TMA_TILES else TMA_TILES.get(key)
 
 
 def row_for(architecture: str | None, operation: str) -> Row:

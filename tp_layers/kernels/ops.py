@@ -65,7 +65,7 @@ def _rowwise(
     rows, inputs = y.view(y.shape[:-1].numel(), y.shape[-1]), [as_rows(x) for x in xs]
     which = backends.architecture(y.device), "rowwise", rows.shape[0], weight.dtype
     arguments = inputs, weight, bias, rows, starts
-    tile = tma_tile_for(*which)
+    tile = tma_tile_for(*which, y.dtype)
     if tile is not None and takes_tma(inputs, weight, starts, tile):
         rowwise_tma_launch(*arguments, tile, backends.processors(y.device)).run(y.device)
     else:

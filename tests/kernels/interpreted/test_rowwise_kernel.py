@@ -145,6 +145,7 @@ UNFIT = {
     "transposed": lambda x, weight: (x.t().contiguous().t(), weight),
     "unaligned start": lambda x, weight: (x[:, 1:33], weight[:, :32]),
     "unaligned rows": lambda x, weight: (x.new_zeros(70, 101)[:, :64].copy_(x), weight),
+    "one row for all": lambda x, weight: (x[:1].expand(70, -1), weight),
     "no rows": lambda x, weight: (x[:0], weight),
     "float32": lambda x, weight: (x.float(), weight.float()),
 }

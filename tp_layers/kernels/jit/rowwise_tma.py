@@ -55,12 +55,11 @@ def rowwise_tma_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):
     n_tiles = tl.cdiv(N, BLOCK_N)
-    # Flattened, the loads of the next tile start before this one is stored; two loops inside cannot be.
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(M, BLOCK_M) * n_tiles, tl.num_programs(0), flatten=second_desc is None
-    ):
+    # Flattened, the loads of the next tile start before this one is stored.
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * n_tiles, tl.num_programs(0), flatten=FLATTEN):
         pid_m, pid_n = tile_of(tile, M, n_tiles, BLOCK_M, GROUP_M)
         row, w_row = pid_m * BLOCK_M, pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -76,13 +75,14 @@ def rowwise_tma_kernel(
 
 
 def takes_tma(xs: Sequence[torch.Tensor], weight: torch.Tensor, columns: Sequence[int], tile: Tile) -> bool:
-    """Whether descriptors can be made of these tensors, and every step along K is whole."""
+    """Whether descriptors can be made of these tensors, so no rows overlap, and every step along K is whole."""
     return (
         len(xs) <= 2
         and weight.dtype.itemsize == 2
         and all(x.numel() and x.shape[1] % tile.block_k == 0 for x in xs)
         and all(column % 8 == 0 for column in columns)
         and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (*xs, weight))
+        and all(t.stride(0) >= t.shape[1] for t in (*xs, weight))
     )
 
 
@@ -117,5 +117,8 @@ def rowwise_tma_launch(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
+        # Two loops inside cannot be; and beside the tiles to come, one of 128 x 256 to be stored in float32 would take
+        # 327,712 bytes of shared memory, of 232,448.
+        "FLATTEN": len(xs) == 1 and y.element_size() == 2,
     }
     return Launch(rowwise_tma_kernel, (min(programs, tiles(rows, tile, width)),), arguments, gemm_options(tile))
