@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests that need a GPU, then the benchmarks of loading, of all-reduces over the GPUs that are there, and of the
-# kernels, in six minutes at most and without the network:
+# The tests that need a GPU, then the benchmarks of the kernels, of loading, and of all-reduces over the GPUs that are
+# there, in six minutes at most and without the network:
 #
 #     bash bench/device.sh               results in bench/results
 #     OUT=folder bash bench/device.sh    in another folder
@@ -15,8 +15,8 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 out=${OUT:-bench/results}
 seconds=${SECONDS_IN_ALL:-345}
-# Of the steps between the kernels' tests and benchmarks.
-tests_limit=80 limit=45
+# Of the groups' tests, and of each benchmark but the kernels'.
+tests_limit=80 limit=35
 mkdir -p "$out"
 
 left() { echo $((seconds - SECONDS)); }
@@ -26,13 +26,14 @@ workers=()
 "$python" -c "import xdist" 2>/dev/null && workers=(-n 8)
 
 tests=("$python" -m pytest tests/kernels tests/test_read_on_gpu.py -m gpu --junitxml="$out/gpu-tests.xml")
-# Apart, as a collective that waits for ever would take the other tests along.
-groups=("$python" -m pytest tests/test_group_on_gpu.py tests/test_graph_on_gpu.py tests/test_ways_on_gpu.py -m gpu -rs
-    --junitxml="$out/group-tests.xml")
+# Apart, as a collective that waits for ever would take the other tests along; it is then said where.
+groups=("$python" -m pytest tests/test_group_on_gpu.py tests/test_graph_on_gpu.py tests/test_ways_on_gpu.py -m gpu
+    -vv -rs -o faulthandler_timeout=40 --junitxml="$out/group-tests.xml")
 load=("$python" bench/load_cuda.py --output "$out/load_cuda.csv")
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count() or 2)")
-reduce=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus"
-    bench/all_reduce.py --seconds 25 --output "$out/all_reduce.csv")
+# Of one rank no figure is worth reading; its sums must still be right. The host's name need not resolve.
+reduce=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus"
+    bench/all_reduce.py --seconds "$((gpus > 1 ? 25 : 5))" --output "$out/all_reduce.csv")
 bench=("$python" bench/kernels.py --output "$out/kernels.csv")
 if [ -n "${DRY_RUN:-}" ]; then
     tests+=(--collect-only)
@@ -42,28 +43,30 @@ if [ -n "${DRY_RUN:-}" ]; then
     bench+=(--dry-run)
     export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
     seconds=${SECONDS_IN_ALL:-110}
-    tests_limit=$seconds limit=$seconds
+    tests_limit=$seconds limit=$((seconds / 4))
 else
     tests+=("${workers[@]}")
 fi
 
+status=0
+# What a step says goes to the end of the log too.
+step() {
+    timeout --kill-after=5 "$@" 2>&1 | tee -a "$out/log.txt"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+}
+rm -f "$out/log.txt"
+
 # Interrupted, pytest still says what it has seen.
-timeout --signal=INT --kill-after=10 $((seconds * 2 / 5)) "${tests[@]}" 2>&1 | tee "$out/gpu-tests.txt"
-status=$?
+step --signal=INT $((seconds * 2 / 5)) "${tests[@]}"
+step --signal=INT "$tests_limit" "${groups[@]}"
 
-timeout --signal=INT --kill-after=5 "$tests_limit" "${groups[@]}" 2>&1 | tee "$out/group-tests.txt"
-[ $? -eq 0 ] || status=1
-
-timeout --kill-after=5 "$limit" "${load[@]}" 2>&1 | tee "$out/load_cuda.txt"
-[ $? -eq 0 ] || status=1
-
-# Of one rank no figure is worth reading; its sums must still be right.
-timeout --kill-after=5 "$limit" "${reduce[@]}" 2>&1 | tee "$out/all_reduce.txt"
-[ $? -eq 0 ] || status=1
-
-# The benchmark stops by itself; a case may take a few seconds longer, and so may what follows.
-timeout --kill-after=5 "$(left)" "${bench[@]}" --seconds $(($(left) - 25)) 2>&1 | tee "$out/kernels.txt"
-[ $? -eq 0 ] || status=1
+# The benchmark stops by itself; a case may take a few seconds longer. What comes after it has its limits, whatever the
+# tests took; it always has a minute.
+for_bench=$(($(left) - 2 * limit))
+for_bench=$((for_bench > 60 ? for_bench : 60))
+step "$for_bench" "${bench[@]}" --seconds $((for_bench - 20))
+step "$limit" "${load[@]}"
+step "$limit" "${reduce[@]}"
 
 if [ -f "$out/kernels.csv" ]; then
     "$python" bench/choose.py "$out/kernels.csv" --output "$out/measured.py" || status=1

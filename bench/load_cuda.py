@@ -71,8 +71,9 @@ def variants(
     landing = torch.empty_like(pinned, device=device, pin_memory=False)
 
     def copy() -> dict[str, torch.Tensor]:
-        for _ in range(total // pinned.numel()):
-            landing.copy_(pinned, non_blocking=True)
+        for start in range(0, total, pinned.numel()):
+            part = slice(min(pinned.numel(), total - start))
+            landing[part].copy_(pinned[part], non_blocking=True)
         return {}
 
     def peer() -> dict[str, torch.Tensor]:
@@ -112,7 +113,10 @@ def main() -> None:
     wrong = False
     with tempfile.TemporaryDirectory() as folder, Table(options.output) as table:
         file = Path(folder) / "shapes.safetensors"
-        save_file({name: torch.randn(shape, dtype=torch.bfloat16) for name, (shape, _) in cuts.items()}, file)
+        # Drawn on a CPU they would take half a minute.
+        drawn = {name: torch.randn(shape, dtype=torch.bfloat16, device=device) for name, (shape, _) in cuts.items()}
+        save_file({name: tensor.cpu() for name, tensor in drawn.items()}, file)
+        del drawn
         for size in (1, 4):
             ways, total = variants(file, cuts, size, device)
             theirs, mine = ways["safetensors"](), ways["tp_layers"]()

@@ -57,6 +57,50 @@ def window(group, way, dtype=torch.float32):
         yield found
 
 
+def layer_of(group):
+    full = nn.Linear(64, 256)
+    with torch.no_grad():
+        full.weight.copy_(integers(256, 64, seed=1, most=1))
+        full.bias.copy_(integers(256, seed=2))
+    full.to(group.device)
+    return full, RowwiseLinear.from_linear(full, group=group)
+
+
+def segments(pool):
+    """Address and length of what a pool has."""
+    return sorted((segment["address"], segment["total_size"]) for segment in pool.snapshot())
+
+
+# Before the sums in symmetric memory: one that fails on a device takes the rest of the process along.
+@on_devices
+@pytest.mark.parametrize("overlap", [None, Overlap(4)], ids=["whole", "chunks"])
+def test_outputs_are_in_registered_memory_and_right_and_stay(world, overlap):
+    first, second = half(0, world), half(1, world)
+    inputs = [integers(1024, 64, seed=seed, most=1).to(first.device) for seed in (3, 4, 5)]
+    with torch.no_grad(), window(first, "registered") as found:
+        outputs = []
+        for group in (first, second):
+            full, layer = layer_of(group)
+            layer.overlap = overlap
+            with Doubled() as sums:
+                outputs.append([layer(layer.features.take(x, group.rank, group.size)) for x in inputs])
+            assert len(sums.calls) == 3 * (4 if overlap else 1)
+        for x, one, other in zip(inputs, *outputs, strict=True):
+            assert torch.equal(one + other, 2 * full(x))
+        if first.device.type == "cuda" and overlap is None:
+            # Of chunks what is reduced lies there, and not what they are put together in.
+            taken = segments(found.pool.pool)
+            for y in outputs[0] + outputs[1]:
+                assert any(start <= y.data_ptr() < start + length for start, length in taken)
+            assert not any(start <= full.weight.data_ptr() < start + length for start, length in taken)
+            # Memory of one that is let go is handed out again; of the first, which no name still holds.
+            outputs[0].pop(0)
+            torch.cuda.synchronize()
+            again = found.pool.empty((1024, 256), torch.float32)
+            assert any(start <= again.data_ptr() < start + length for start, length in taken)
+            assert segments(found.pool.pool) == taken
+
+
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", symmetric.SUMS)
@@ -110,48 +154,6 @@ def test_a_graph_takes_nccls_own(world, way):
         assert found.staging.stream == before
         assert (group.device.type == "cuda") == bool(sums.calls)
         forget_graphs()
-
-
-def layer_of(group):
-    full = nn.Linear(64, 256)
-    with torch.no_grad():
-        full.weight.copy_(integers(256, 64, seed=1, most=1))
-        full.bias.copy_(integers(256, seed=2))
-    full.to(group.device)
-    return full, RowwiseLinear.from_linear(full, group=group)
-
-
-def segments(pool):
-    """Address and length of what a pool has."""
-    return sorted((segment["address"], segment["total_size"]) for segment in pool.snapshot())
-
-
-@on_devices
-@pytest.mark.parametrize("overlap", [None, Overlap(4)], ids=["whole", "chunks"])
-def test_outputs_are_in_registered_memory_and_right_and_stay(world, overlap):
-    first, second = half(0, world), half(1, world)
-    inputs = [integers(1024, 64, seed=seed, most=1).to(first.device) for seed in (3, 4, 5)]
-    with torch.no_grad(), window(first, "registered") as found:
-        outputs = []
-        for group in (first, second):
-            full, layer = layer_of(group)
-            layer.overlap = overlap
-            with Doubled() as sums:
-                outputs.append([layer(layer.features.take(x, group.rank, group.size)) for x in inputs])
-            assert len(sums.calls) == 3 * (4 if overlap else 1)
-        for x, one, other in zip(inputs, *outputs, strict=True):
-            assert torch.equal(one + other, 2 * full(x))
-        if first.device.type == "cuda":
-            taken = segments(found.pool.pool)
-            for y in outputs[0] + outputs[1]:
-                assert any(start <= y.data_ptr() < start + length for start, length in taken)
-            assert not any(start <= full.weight.data_ptr() < start + length for start, length in taken)
-            # Memory of one that is let go is handed out again; of the first, which no name still holds.
-            outputs[0].pop(0)
-            torch.cuda.synchronize()
-            again = found.pool.empty((1024, 256), torch.float32)
-            assert any(start <= again.data_ptr() < start + length for start, length in taken)
-            assert segments(found.pool.pool) == taken
 
 
 def test_what_is_known_of_a_group_ends_with_it():

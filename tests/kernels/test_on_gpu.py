@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "interpreted"))
 
-from rule import agree, check, draw
+from rule import agree, check, draw, framed
 
 from tp_layers.kernels.colwise import colwise, colwise_blocks
 from tp_layers.kernels.gated import gated_colwise, gated_reference
@@ -30,7 +30,8 @@ def dtype(request):
 
 
 def on_device(*tensors):
-    return [tensor.to(DEVICE) for tensor in tensors]
+    # A copy to the device leaves the frame behind.
+    return [framed(tensor.to(DEVICE)) for tensor in tensors]
 
 
 def layer(rows, width, depth, dtype):
