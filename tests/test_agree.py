@@ -34,11 +34,26 @@ def another_plan(group: Group, model: nn.Module) -> dict:
     return {"up": "colwise_gather"} if group.rank == 1 else PLAN
 
 
+def another_config(group: Group, model: nn.Module) -> dict:
+    """Where it was read is not compared, nor what has no value that could be."""
+    model.config = {"eps": 1e-6 * (1 + group.rank // 2), "_name_or_path": str(group.rank), "other": object()}
+    model.config["nested"] = {1: "a", "b": 2, (3,): 4}
+    return PLAN
+
+
+def not_there(group: Group, model: nn.Module) -> dict:
+    if group.rank == 1:
+        model.down.to("meta")
+    return PLAN
+
+
 DIFFERS = "has another model, checkpoint, plan or size"
 CASES = {
     "its model cannot be sharded": (parametrised, "rank 1 of 3 failed: ValueError", "parametrised"),
     "its model is another": (more_parameters, DIFFERS, DIFFERS),
     "its plan is another": (another_plan, DIFFERS, DIFFERS),
+    "its config is another": (another_config, DIFFERS, DIFFERS),
+    "it has not all weights": (not_there, DIFFERS, DIFFERS),
 }
 
 

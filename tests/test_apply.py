@@ -82,6 +82,14 @@ def in_a_whole_parameter(model, rank):
     model.blocks[2].whole.bias.data[7] += rank
 
 
+def in_a_buffer(model, rank):
+    model.blocks[1].register_buffer("frequencies", torch.arange(1.0, 9.0) * (1 + rank))
+
+
+def in_a_complex_buffer(model, rank):
+    model.blocks[0].register_buffer("turns", torch.full((4,), 1 + 1j * rank), persistent=False)
+
+
 def on_the_last_rank(model, rank):
     model.blocks[0].norm.weight.data[0] = 2 if rank == 3 else 1
 
@@ -98,6 +106,8 @@ DIFFERENCES = {
     "columns_but_the_first": (2, beyond_the_first_column, "blocks.1.up.weight"),
     "other_seeds": (2, by_seed, "blocks.1.table"),
     "a_parameter_that_stays_whole": (2, in_a_whole_parameter, "blocks.2.whole.bias"),
+    "a_buffer": (2, in_a_buffer, "blocks.1.frequencies"),
+    "a_complex_buffer": (2, in_a_complex_buffer, "blocks.0.turns"),
     "one_rank_of_four": (4, on_the_last_rank, "blocks.0.norm.weight"),
     "nan_on_one_rank": (2, by_nan, "blocks.0.norm.weight"),
 }

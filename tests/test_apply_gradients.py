@@ -15,37 +15,55 @@ from tp_layers.plans.shard import sharding_of
 FLUX = FAMILIES["FluxTransformer2DModel"]
 
 
-class Headed(nn.Module):
+class Norms(nn.Module):
+    """The norms within a head in a container of their own."""
+
     def __init__(self):
+        super().__init__()
+        self.query_norm = ScaleNorm(2)
+
+    def forward(self, x):
+        return self.query_norm(x)
+
+
+class Headed(nn.Module):
+    def __init__(self, contained=False):
         super().__init__()
         self.heads = 4
         self.norm, self.to_q, self.norm_q, self.to_out = ScaleNorm(6), nn.Linear(6, 8), ScaleNorm(2), nn.Linear(8, 6)
+        if contained:
+            self.norm_q = Norms()
 
     def forward(self, x):
         return self.to_out(self.norm_q(self.to_q(self.norm(x)).unflatten(-1, (self.heads, 2))).flatten(-2))
 
 
-def head_gradients(group, freeze):
+def norm_of(model):
+    return getattr(model[0].norm_q, "query_norm", model[0].norm_q)
+
+
+def head_gradients(group, freeze, contained):
     """The gradients of both norms, sharded and whole, after two backward passes."""
-    model = nn.Sequential(Headed())
+    model = nn.Sequential(Headed(contained))
     for seed, parameter in enumerate(model.parameters()):
         parameter.data = small_integers(*parameter.shape, seed=seed)
     whole = copy.deepcopy(model)
     model[0].norm_q.requires_grad_(not freeze)
     plan = {"0": Divide("heads"), "0.to_q": "colwise", "0.to_out": "rowwise"}
     apply(model, plan, group=group)
-    frozen = model[0].norm_q.weight.requires_grad is False
+    frozen = norm_of(model).weight.requires_grad is False
     model[0].norm_q.requires_grad_(True)
     for module in (model, whole):
         for seed in (10, 11):
             module(small_integers(5, 6, seed=seed)).backward(small_integers(5, 6, seed=seed + 10))
-    return frozen, [(m[0].norm_q.weight.grad.tolist(), m[0].norm.weight.grad.tolist()) for m in (model, whole)]
+    return frozen, [(norm_of(m).weight.grad.tolist(), m[0].norm.weight.grad.tolist()) for m in (model, whole)]
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["trained_from_the_start", "thawed_after_sharding"])
+@pytest.mark.parametrize("contained", [False, True], ids=["beside", "in_a_container"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_gradient_of_a_head_norm_is_summed_and_of_no_other(ranks, size, freeze):
-    for frozen, (got, wanted) in ranks(size, head_gradients, freeze):
+def test_the_gradient_of_a_head_norm_is_summed_and_of_no_other(ranks, size, contained, freeze):
+    for frozen, (got, wanted) in ranks(size, head_gradients, freeze, contained):
         assert frozen is freeze
         assert got == wanted
         assert any(wanted[0])

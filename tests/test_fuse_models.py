@@ -104,6 +104,16 @@ def test_code_that_is_not_known_is_left_as_it_is(monkeypatch, caplog, name, know
     right(model, name)
 
 
+def test_an_activation_with_hooks_is_called():
+    model, called = FAMILIES[FLUX].build(), []
+    model.single_transformer_blocks[0].act_mlp.register_forward_hook(lambda *_: called.append(1))
+    model = fused(FLUX, model=model)
+    note = "'single_transformer_blocks.*' is not fused: its activation has hooks, and would not be called"
+    assert tp_layers.describe(model).notes == [note]
+    right(model, FLUX)
+    assert called == [1]
+
+
 def test_what_has_a_forward_of_its_own_keeps_it():
     model, called = FAMILIES[FLUX2].build(), []
     feed_forward = model.transformer_blocks[0].ff

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CLIPTextModel, T5EncoderModel
 
 import tp_layers
 from tiny_pipelines import flux2
@@ -13,7 +14,7 @@ from tiny_pipelines.image import IMAGE
 from tiny_pipelines.parts import seeded
 from tiny_pipelines.video import VIDEO
 from tp_layers.group import Group
-from tp_layers.loader.components import modules_of, settle
+from tp_layers.loader.components import modules_of, settle, why_whole
 from tp_layers.plans.shard import sharding_of
 
 PIPELINES = {**IMAGE, **VIDEO, "Flux2": (flux2.build, dict(height=16, width=24, max_sequence_length=16))}
@@ -178,8 +179,39 @@ def out_of_memory(group: Group) -> str:
     return ""
 
 
+def cut_fails(group: Group) -> str:
+    """The error of each rank where one has no room for its shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+            patch.setattr("tp_layers.in_memory.shard_model", fails)
+        try:
+            tp_layers.apply(build("Flux").transformer, group=group)
+        except (MemoryError, ValueError) as error:
+            return str(error)
+    return ""
+
+
+def other_values(group: Group) -> str:
+    pipeline = build("Flux")
+    with torch.no_grad():
+        next(pipeline.vae.parameters())[0] += group.rank
+    with pytest.raises(ValueError) as error:
+        tp_layers.apply(pipeline, group=group)
+    assert isinstance(pipeline.transformer.x_embedder, torch.nn.Linear)
+    return str(error.value)
+
+
 def fails(*args: Any) -> None:
     raise MemoryError("no room")
+
+
+def test_a_rank_that_cannot_cut_is_heard_of(ranks):
+    said = ranks(2, cut_fails)
+    assert "rank 1 of 2 failed: MemoryError: no room" in said[0] and said[1] == "no room"
+
+
+def test_ranks_with_unlike_components_are_refused(ranks):
+    assert all("the ranks hold different values of 'vae." in said for said in ranks(2, other_values))
 
 
 def test_a_rank_that_cannot_move_its_components_is_heard_of(ranks):
@@ -203,6 +235,12 @@ def test_a_text_encoder_that_does_not_fit_stays_whole_with_a_warning(caplog):
     assert "'text_encoder_2' stays whole on every rank" in caplog.text and "has hooks" in str(report)
     with pytest.raises(ValueError, match=r"component 'text_encoder_2': .*has hooks"):
         tp_layers.apply(build_hooked(), group=Group(), components=["text_encoder_2"])
+
+
+@pytest.mark.parametrize(("cls", "warned"), [(T5EncoderModel, True), (CLIPTextModel, False)])
+def test_a_checkpoint_that_is_refused_is_warned_of_if_there_is_a_plan(cls, warned, caplog):
+    assert why_whole("text_encoder", cls, ValueError("an extra tensor")) == "an extra tensor"
+    assert ("'text_encoder' stays whole on every rank: an extra tensor" in caplog.text) is warned
 
 
 def test_components_is_for_pipelines():

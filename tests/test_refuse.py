@@ -47,6 +47,11 @@ class LoraLinear(nn.Linear, BaseTunerLayer):
     pass
 
 
+class Calling(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
 class Packed(torch.Tensor):
     """A weight in a layout of its own."""
 
@@ -88,6 +93,10 @@ STATES = {
     "a_linear_of_a_quantiser": (
         set_on("blocks.1", "up", lambda: OwnLinear(8, 8)),
         ["'blocks.1.up': it is a OwnLinear, not a plain nn.Linear"],
+    ),
+    "a_linear_with_a_call_of_its_own": (
+        set_on("blocks.1", "up", lambda: Calling(8, 8)),
+        ["'blocks.1.up': it is a Calling, not a plain nn.Linear"],
     ),
     "an_integer_weight": (
         set_on(ONE, "weight", integer_parameter),
@@ -159,6 +168,14 @@ STATES = {
         lambda model: setattr(model.blocks[1].up, "forward", torch.relu),
         ["'blocks.1.up' has a forward of its own"],
     ),
+    "a_further_parameter": (
+        lambda model: setattr(model.blocks[1].up, "gain", nn.Parameter(torch.ones(1))),
+        ["'blocks.1.up' has ['gain'] beside its weight and bias"],
+    ),
+    "a_further_buffer": (
+        call_on(ONE, lambda module: module.register_buffer("input_scale", torch.ones(1))),
+        ["'blocks.1.up' has ['input_scale'] beside"],
+    ),
     "tied_weights_that_are_cut_otherwise": (
         lambda model: setattr(model.blocks[1].down, "weight", model.blocks[0].up.weight),
         ["'blocks.0.up.weight' is tied to ['blocks.1.down.weight']", "untie it", "or cut them alike"],
@@ -186,6 +203,20 @@ def test_a_model_in_such_a_state_is_refused(change, message):
     change(model)
     with refused(model, *message):
         apply(model, PLAN, group=TWO)
+
+
+READERS = {
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16), {"0.linear1": "colwise", "0.linear2": "rowwise"}),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), {"0.out_proj": "rowwise_split_input"}),
+}
+
+
+@pytest.mark.parametrize(("build", "plan"), READERS.values(), ids=READERS)
+def test_a_module_that_does_not_call_its_layers_is_refused(build, plan):
+    """Its output would be a partial sum, in evaluation alone, and without the hooks that a check would set."""
+    model = nn.Sequential(build()).eval()
+    with refused(model, f"'0' is torch's {type(model[0]).__name__}, which reads the weights of '0.", "leave it out"):
+        apply(model, plan, group=TWO)
 
 
 def test_a_compiled_model_is_refused():

@@ -1,6 +1,7 @@
 """What all ranks must do alike or not at all: a rank that fails alone would leave the others in the next collective."""
 
 import hashlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -91,15 +92,30 @@ def agreed(
 
 
 def fingerprint(model: nn.Module, resolved: Resolved, others: Sequence[str] = ()) -> str:
-    """A digest of the model's class, its parameters' names, full shapes and dtypes, the resolved plan, and `others`."""
+    """A digest of the model, the resolved plan, and `others`.
+
+    Of the model: its class and config, its parameters' names, full shapes and dtypes, and which of them are on meta.
+    """
     parts = [type(model).__name__, str(resolved.size), f"uneven {resolved.uneven}", str(resolved.specs), *others]
+    parts.append(_config(model))
     parts += [f"{path}: {label(style)}" for path, style in resolved.styles.items()]
     for name, value in model.named_parameters():
         spec = resolved.specs.get(name)
         # Of a sharded model the ranks may hold unequal parts.
         shape = tuple(value.shape) if spec is None else spec.full_shape(value.shape)
-        parts.append(f"{name}: {shape} {value.dtype}")
+        parts.append(f"{name}: {shape} {value.dtype} {value.is_meta}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _config(model: nn.Module) -> str:
+    """What a model's config says of its numbers, not of where it was read or by which version."""
+    config: Any = getattr(model, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(config, Mapping):
+        return ""
+    told = {str(key): value for key, value in config.items() if not str(key).startswith("_")}
+    told.pop("transformers_version", None)
+    return json.dumps(sorted(told.items()), skipkeys=True, default=lambda value: type(value).__name__)
 
 
 def require_equal(tensors: Mapping[str, torch.Tensor], group: Group) -> None:

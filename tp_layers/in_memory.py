@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .agree import fingerprint, require_equal
+from .agree import agreed, fingerprint, require_equal
 from .failure import protect
 from .group import Group
 from .layers.options import Options
@@ -64,13 +64,23 @@ def prepare(model: nn.Module, plan: Mapping[str, Any] | None, group: Group, how:
 
 def require_equal_weights(model: nn.Module, group: Group) -> None:
     """Raises ValueError, on every rank, if the ranks do not hold the same model (see `require_equal`)."""
-    require_equal(dict(model.named_parameters()), group)
+    require_equal(values(model), group)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers, those that are not empty: what ranks must have alike."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value for name, value in found.items() if value.numel()}
 
 
 def carry_out(prepared: Prepared, group: Group, how: How) -> None:
-    """Shards the model, as it was prepared."""
+    """Shards the model, as it was prepared.
+
+    Raises:
+        Exception: a rank could not, such as for want of memory, on all of them; the model is of no use any more.
+    """
     model, resolved, options, _ = prepared
     group = protect(group)
-    shard_model(model, resolved, group, options)
+    agreed(group, lambda: shard_model(model, resolved, group, options))
     finish(model, resolved, group, options, overlap=how.overlap, check_inputs=how.check_inputs)
     logger.info("sharded %d parameters of %s over %d ranks", len(resolved.specs), type(model).__name__, group.size)

@@ -8,7 +8,7 @@ from torch import nn
 
 from .agree import agreed, require_equal
 from .group import Group
-from .in_memory import How, Prepared, carry_out, prepare
+from .in_memory import How, Prepared, carry_out, prepare, values
 from .layers.options import Options
 from .loader.components import PipelineReport, check_names, modules_of, must_fit, report_of, settle, why_whole
 from .plans.overlap import check_overlap
@@ -50,7 +50,7 @@ def apply_pipeline(
     prepared, reasons = agreed(group, look, facts)
     models = modules_of(pipeline)
     ours = {name: model for name, model in models.items() if sharding_of(model) is None}
-    require_equal({f"{name}.{key}": value for name, m in ours.items() for key, value in m.named_parameters()}, group)
+    require_equal({f"{name}.{key}": value for name, m in ours.items() for key, value in values(m).items()}, group)
     for item in prepared.values():
         carry_out(item, group, how)
     agreed(group, lambda: settle(pipeline, group.device))

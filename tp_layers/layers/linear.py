@@ -30,9 +30,10 @@ def plain_linear(module: nn.Module) -> nn.Linear:
     """`module`, if it computes `x @ weight.T + bias` of two plain parameters and nothing else.
 
     Raises:
-        ValueError: it is no nn.Linear, has a forward of its own (a quantised or adapter layer).
+        ValueError: it is no nn.Linear, has a forward or a call of its own (a quantised or adapter layer).
     """
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+    kind = type(module)
+    if not isinstance(module, nn.Linear) or (kind.forward, kind.__call__) != (nn.Linear.forward, nn.Linear.__call__):
         raise ValueError(f"it is a {type(module).__name__}, not a plain nn.Linear")
     return module
 

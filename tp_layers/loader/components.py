@@ -118,11 +118,12 @@ def must_fit(model_class: type[nn.Module]) -> bool:
 
 
 def why_whole(name: str, model: nn.Module | type[nn.Module], error: Exception | None = None) -> str:
-    """Why a component stays whole; a warning, if there is a plan for it that does not fit."""
-    if isinstance(model, nn.Module) and error is not None and _has_plan(model):
+    """Why a component stays whole; a warning, if there is a plan, and its model or checkpoint does not fit."""
+    kind = model if isinstance(model, type) else type(model)
+    planned = error is not None and (is_planned(kind) if isinstance(model, type) else _has_plan(model))
+    if planned:
         logger.warning("'%s' stays whole on every rank: %s", name, error)
-        return str(error)
-    return f"no plan for {(model if isinstance(model, type) else type(model)).__name__}"
+    return str(error) if planned or (error is not None and isinstance(model, type)) else f"no plan for {kind.__name__}"
 
 
 def _has_plan(model: nn.Module) -> bool:

@@ -124,7 +124,7 @@ def _look_at(
     except (ValueError, OSError) as error:
         if must:
             raise type(error)(f"component '{name}': {error}") from error
-        found.whole[name] = str(error) if model is None else why_whole(name, model, error)
+        found.whole[name] = why_whole(name, cls if model is None else model, error)
     else:
         found.classes[name] = cls
         found.facts.append((name, fingerprint(model, resolved)))

@@ -27,6 +27,7 @@ from ..layers.linear import ColwiseLinear, RowwiseLinear
 from ..layers.options import Options
 from ..layers.together import Call, compute_together, watch_call
 from .lint import pattern
+from .refuse import HOOKS
 
 # Of the sources that `layers/fused.py` and `layers/flux2.py` do the same as: FLUX.1's single block (LongCat-Image has a
 # copy of it), FLUX.2's, and its processor.
@@ -53,6 +54,7 @@ SELF_ATTENTION = {
 }
 SWIGLU = {"Flux2FeedForward": "Flux2SwiGLU", "Flux3FeedForward": "Flux3SwiGLU"}
 _OWN_FORWARD = "it has a forward of its own"
+_HOOKED = "its activation has hooks, and would not be called"
 _OTHER_CODE = "its code is another than the fused one was written for"
 
 
@@ -65,7 +67,8 @@ def fuse_blocks(model: nn.Module, group: Group, options: Options) -> list[str]:
     wanted = any(map(fuses, devices)) if options.fuse is None else options.fuse
     notes, call = {}, Call()
     for path, module in list(model.named_modules()) if wanted else []:
-        for reason in filter(None, (fuse(module, call) for fuse in _KINDS)):
+        kinds = (lambda module, call: _HOOKED,) if _is_hooked(module) else _KINDS
+        for reason in filter(None, (fuse(module, call) for fuse in kinds)):
             notes[f"'{pattern(path)}' is not fused: {reason}"] = True
     watch_call(model, call)
     return list(notes)
@@ -147,6 +150,12 @@ def _fuse_flux2_single_block(module: Any, call: Call) -> str | None:
         return _OWN_FORWARD
     module.__dict__["forward"] = Forward(flux2.single_block, module)
     return None
+
+
+def _is_hooked(module: Any) -> bool:
+    """Whether the activation that a fused block computes within a projection has hooks."""
+    found = [module._modules.get(name) for name in ("act_mlp", "act_fn", "activation", "mlp_act_fn")]
+    return any(getattr(activation, hooks) for activation in found if activation is not None for hooks in HOOKS)
 
 
 def _takes_two(layer: Any) -> bool:

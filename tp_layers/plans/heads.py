@@ -1,5 +1,6 @@
 """Attention heads in a plan: the counts that the size must divide, and the norms that act within a head."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,20 @@ def head_norms(model: nn.Module, matches: list[Match]) -> list[str]:
         readers = [shape for item, shape in linears if item.style.input == "split" and item.path.startswith(prefix)]
         outer = {*columns, *(shape[0] for shape in readers)}
         heads = {max(rows) / count for name, count in _heads(module).items() if name in HEADS}
-        for name, child in module.named_children():
+        for name, child in beside(module):
             width = _norm_width(child)
             inner = width in heads or width not in outer
             if width and inner and f"{prefix}{name}" not in planned:
                 found += [f"{prefix}{name}"] if any(width < row and row % width == 0 for row in rows) else []
     return found
+
+
+def beside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a module that holds projections, and what lies in those that hold none, as `norm.query_norm`."""
+    for name, child in module.named_children():
+        yield name, child
+        if not any(isinstance(inner, nn.Linear) for inner in child.modules()):
+            yield from ((f"{name}.{path}", inner) for path, inner in child.named_modules() if path)
 
 
 def _norm_width(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .heads import HEADS, counts_of
+from .heads import HEADS, beside, counts_of
 from .match import Match
 
 # Of queries, keys or values, as in `norm_q`, `k_norm`, `norm_added_k`, `q_rms_norm_t`, `query_norm`; not of what they
@@ -39,9 +39,9 @@ def _across_heads(model: nn.Module, matches: Sequence[Match]) -> Iterator[str]:
         heads = [count for name, count in counts_of(model, module)[1].items() if name in HEADS]
         # As wide as one kv head, which ranks share, is within a head.
         wide = widths - {max(widths) // max(heads)} if heads else widths
-        for name, child in module.named_children():
+        for name, child in beside(module):
             path = f"{parent}.{name}".lstrip(".")
-            if path not in planned and _OF_HEADS.search(name) and _width(child) in wide:
+            if path not in planned and _OF_HEADS.search(name.rpartition(".")[2]) and _width(child) in wide:
                 yield (
                     f"'{path}', a {type(child).__name__} over all {_width(child)} channels, would see only one rank's: "
                     f'call an RMSNorm "rms_norm" and a LayerNorm "layer_norm"; with another, leave the attention whole'

@@ -84,6 +84,7 @@ def _planned_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
             kind = f"{type(planned.data).__name__} of {planned.dtype}"
             yield f"'{name}' is a {kind}, not a plain floating-point tensor (quantised, or sharded by another library)"
     yield from _fused_reasons(model, resolved)
+    yield from _reading_reasons(model, resolved)
     yield from _processor_reasons(model, resolved)
     for path, style in resolved.styles.items():
         # Only a style with an input puts a layer of its own in the module's place.
@@ -105,6 +106,19 @@ def _fused_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
             yield f"the projections of '{parent}' are fused, and its plan lacks {missing}: unfuse first, or plan them"
 
 
+def _reading_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
+    """torch's modules that compute with the weights of their layers, some of them only where nothing has hooks."""
+    for path in resolved.styles:
+        parent = path.rpartition(".")[0]
+        forward = type(model.get_submodule(parent)).forward
+        for reader in (nn.TransformerEncoderLayer, nn.MultiheadAttention):
+            if forward is reader.forward:
+                yield (
+                    f"'{parent}' is torch's {reader.__name__}, which reads the weights of '{path}' without calling it: "
+                    f"leave it out of the plan"
+                )
+
+
 def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
     """What the sharded layer in place of `module` would drop."""
     for name in getattr(module, "parametrizations", ()):
@@ -113,6 +127,10 @@ def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
         yield f"'{path}' has hooks, which its sharded layer would drop; remove them, and add them afterwards"
     if "forward" in vars(module):
         yield f"'{path}' has a forward of its own, which its sharded layer would drop; restore the class's"
+    own = [*module._parameters, *module._buffers, *module._modules]
+    further = [name for name in own if name not in ("weight", "bias")]
+    if isinstance(module, nn.Linear) and further:
+        yield f"'{path}' has {further} beside its weight and bias, which its sharded layer would drop"
 
 
 def _processor_reasons(model: nn.Module, resolved: Resolved) -> Iterator[str]:
