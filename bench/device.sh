@@ -20,6 +20,12 @@ tests_limit=80 limit=35
 mkdir -p "$out"
 
 left() { echo $((seconds - SECONDS)); }
+# So many seconds, or what is left.
+within() {
+    local rest
+    rest=$(left)
+    echo $((rest > $1 ? $1 : rest > 1 ? rest : 1))
+}
 
 # Of several processes, each compiles its own part of the kernels while one GPU waits.
 workers=()
@@ -60,13 +66,13 @@ rm -f "$out/log.txt"
 step --signal=INT $((seconds * 2 / 5)) "${tests[@]}"
 step --signal=INT "$tests_limit" "${groups[@]}"
 
-# The benchmark stops by itself; a case may take a few seconds longer. What comes after it has its limits, whatever the
-# tests took; it always has a minute.
+# The benchmark stops by itself; a case may take a few seconds longer. It always has a minute; those after it have what
+# is left then.
 for_bench=$(($(left) - 2 * limit))
 for_bench=$((for_bench > 60 ? for_bench : 60))
 step "$for_bench" "${bench[@]}" --seconds $((for_bench - 20))
-step "$limit" "${load[@]}"
-step "$limit" "${reduce[@]}"
+step "$(within "$limit")" "${load[@]}"
+step "$(within "$limit")" "${reduce[@]}"
 
 if [ -f "$out/kernels.csv" ]; then
     "$python" bench/choose.py "$out/kernels.csv" --output "$out/measured.py" || status=1

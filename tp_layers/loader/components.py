@@ -120,10 +120,12 @@ def must_fit(model_class: type[nn.Module]) -> bool:
 def why_whole(name: str, model: nn.Module | type[nn.Module], error: Exception | None = None) -> str:
     """Why a component stays whole; a warning, if there is a plan, and its model or checkpoint does not fit."""
     kind = model if isinstance(model, type) else type(model)
-    planned = error is not None and (is_planned(kind) if isinstance(model, type) else _has_plan(model))
-    if planned:
+    planned = is_planned(kind) if isinstance(model, type) else _has_plan(model)
+    if error is not None and planned:
         logger.warning("'%s' stays whole on every rank: %s", name, error)
-    return str(error) if planned or (error is not None and isinstance(model, type)) else f"no plan for {kind.__name__}"
+    # Of a class there is a checkpoint that was refused, plan or not; of a model without one, that is the reason.
+    told = error is not None and (planned or isinstance(model, type))
+    return str(error) if told else f"no plan for {kind.__name__}"
 
 
 def _has_plan(model: nn.Module) -> bool:

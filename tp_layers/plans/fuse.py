@@ -67,8 +67,8 @@ def fuse_blocks(model: nn.Module, group: Group, options: Options) -> list[str]:
     wanted = any(map(fuses, devices)) if options.fuse is None else options.fuse
     notes, call = {}, Call()
     for path, module in list(model.named_modules()) if wanted else []:
-        kinds = (lambda module, call: _HOOKED,) if _is_hooked(module) else _KINDS
-        for reason in filter(None, (fuse(module, call) for fuse in kinds)):
+        reasons = [_HOOKED] if _is_hooked(module) else [fuse(module, call) for fuse in _KINDS]
+        for reason in filter(None, reasons):
             notes[f"'{pattern(path)}' is not fused: {reason}"] = True
     watch_call(model, call)
     return list(notes)
