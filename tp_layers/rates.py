@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ FEWEST_COLUMNS = 128
 GAIN = 1.05
 # All-reduces, of which all but the first are further ones.
 AT_ONCE = 6
-# A chunk is at most this many times as wide as the one beside it, but for the rounding to whole tiles.
+# How chunks may grow: by these powers of the growth with which each chunk's GEMM would take as long as the reduction of
+# the one before. With power 1 one reduction at a time is under way, and the first starts late: over 1 Gbit/s, where a
+# GEMM took 1.5 times as long as its reduction, 4 such chunks took 0.77 of the whole's time, 6 with power 0.5 0.72.
+POWERS = (0.5, 0.25, 0.0)
+# A chunk is at most this many times as wide as the one beside it would be, to the power 1.
 STEEPEST = 2.0
 # Columns of which a chunk is a multiple, but for the last one: whole tiles of a GEMM on a GPU (64) and of MKL's with
 # AVX-512 (48), where 4 chunks of other widths took 1.04 times as long as the whole, and those 1.025.
@@ -49,9 +54,9 @@ class Rates:
     def widths(self, rows: int, width: int, columns: int, itemsize: int) -> list[int]:
         """The chunks, of their widths in turn, that take least for `[rows, width]` computed from `columns` columns.
 
-        One where others gain nothing to speak of. But for the rounding to whole tiles they are equal, so that several
-        reductions are under way where those take longer, or each chunk's GEMM, slowed by it, takes about as long as the
-        reduction of the one before: the first is small where reductions take longer, the last where GEMMs do.
+        One where others gain nothing to speak of. But for the rounding to whole tiles they are equal, or grow from one
+        to the next where reductions take longer, so that the first starts early, or shrink where GEMMs take longer, so
+        that the last, behind which nothing is computed, is short.
         """
         return _best(self, rows, width, columns, itemsize)
 
@@ -82,7 +87,7 @@ class Rates:
         return gemm, rows * width * itemsize / self.transfer
 
     def _growth(self, rows: int, width: int, columns: int, itemsize: int) -> float:
-        """Of each chunk over the one before it."""
+        """Of each chunk over the one before it, whose reduction, and its own slowed GEMM, then take the same time."""
         gemm, reduction = self._whole(rows, width, columns, itemsize)
         slowed = gemm + (1 - self.hidden) * min(gemm, reduction)
         return min(max(reduction, slowed / STEEPEST) / slowed, STEEPEST) if slowed else 1.0
@@ -98,14 +103,15 @@ def _widths(count: int, growth: float, width: int) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _best(rates: Rates, *shape: int) -> list[int]:
     rows, width, columns, itemsize = shape
-    ways = [_widths(count, growth, width) for growth in (rates._growth(*shape), 1.0) for count in CHUNKS]
+    growth = rates._growth(*shape)
+    ways = [_widths(count, growth**power, width) for power in POWERS for count in CHUNKS]
     fit = [widths for widths in ways if len(widths) == 1 or min(widths) >= FEWEST_COLUMNS]
     best = min(fit, key=lambda widths: rates.seconds(widths, rows, width, columns, itemsize))
     chunked, whole = (rates.seconds(widths, rows, width, columns, itemsize) for widths in (best, [width]))
     return best if whole > GAIN * chunked else [width]
 
 
-def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256, rounds: int = 5) -> Rates:
+def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256, rounds: int = 7) -> Rates:
     """The rates of `group` for models in `dtype`, by two GEMMs, all-reduces alone and at once, and one of each.
 
     All ranks call it. They meet in each round, and the median over rounds of the slowest rank's times counts.
@@ -124,14 +130,16 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
     medians = (median(column) for column in zip(*_slowest(ways, group, rounds), strict=True))
     many, little, latency, several, transfer = medians
     per_row = max(many - little, 1e-9) / (rows - few)
-    # Of two that take unlike times the noise of the longer would hide what becomes of the shorter.
+    # Of two that take unlike times the noise of the longer would hide what becomes of the shorter: a GEMM 2.5 times as
+    # long as the reduction gave 0.5 to 0.96 over one link, one as long 0.65 to 0.86. Whole 16 bytes, which GEMMs like.
+    inner = min(width, max(8, int(width * transfer / many) // 8 * 8))
     alike = large[: max(1, min(rows, int(rows * many / transfer)))]
     return Rates(
         flops=2 * width * width / per_row,
         latency=latency,
         transfer=large.nbytes / max(transfer - latency, 1e-9),
         weights=width * width / max(little - few * per_row, 1e-9),
-        hidden=_measure_hidden(x, weight, alike, group, rounds),
+        hidden=_measure_hidden(x[:, :inner], weight[:inner], alike, group, rounds),
         further=min(max(several - latency, 0.0) / (AT_ONCE - 1), latency),
     )
 
@@ -151,16 +159,16 @@ def _measure_hidden(x: torch.Tensor, weight: torch.Tensor, sent: torch.Tensor, g
         return wait()
 
     ways: list[Callable[[], torch.Tensor]] = [lambda: x @ weight, lambda: all_reduce(sent.zero_(), group), both]
-    # Below the median, as chunks that do not pay cost more than chunks that are left out. What else a machine does
-    # spoils whole rounds: over a link, where most had 0.75, the second of 5 was below 0.5 in 8 % of cases, and the
-    # fourth of 9 in none.
-    found = sorted(_hidden(*seconds) for seconds in _slowest(ways, group, 2 * rounds - 1))
-    return found[len(found) // 3]
+    return median(_hidden(*seconds) for seconds in _slowest(ways, group, 2 * rounds - 1))
 
 
 def _slowest(ways: Sequence[Callable[[], torch.Tensor]], group: Group, rounds: int) -> list[list[float]]:
-    """The slowest rank's seconds of each way in each round; the first round does not count."""
-    seconds = [[_timed(way, group) for way in ways] for _ in range(rounds + 1)]
+    """The slowest rank's seconds of each way in each round, in each in another order; the first does not count."""
+    seconds = []
+    for number in range(rounds + 1):
+        order = random.Random(number).sample(range(len(ways)), len(ways))
+        taken = {way: _timed(ways[way], group) for way in order}
+        seconds.append([taken[way] for way in range(len(ways))])
     return largest(torch.tensor(seconds[1:], dtype=torch.float64, device=group.device), group).tolist()
 
 
