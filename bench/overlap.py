@@ -50,7 +50,7 @@ PORT, LIMIT = 29571, 1500
 # Longer ones say nothing that a shorter one does not.
 LONGEST_SECONDS = 4.0
 # Rounds for a row, if they fit: up to so many times as many as asked for.
-ENOUGH_SECONDS, MORE = 20.0, 4
+ENOUGH_SECONDS, MORE = 40.0, 4
 # In which the link's bucket fills: what is sent next starts like what is sent after other work.
 IDLE_SECONDS = 0.005
 
