@@ -10,6 +10,7 @@
 
 Of shards of several lengths, an all-gather carries as many bytes as if all were as long as the longest.
 
+Forward-mode derivatives, which the sum in place would leave one rank's, are refused; torch refuses them in the others.
 At size 1 each of them returns its argument. Only this module, `under_way.py` and `exchange.py` treat one rank
 specially.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 
 from . import graphs, ways, windows
@@ -25,6 +27,14 @@ from .group import Group
 from .in_order import GATHER, sum_in_order
 from .link import run
 from .plans.spec import ShardSpec
+
+
+def refuse_tangent(x: torch.Tensor) -> None:
+    """Raises NotImplementedError where `x` carries a forward-mode derivative, which a sum in place does not touch."""
+    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            "forward-mode derivatives are not summed over ranks: use reverse mode, or take them of the unsharded model"
+        )
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -117,10 +127,12 @@ def all_reduce(x: torch.Tensor, group: Group, consumer: str = "whole") -> torch.
 
     Raises:
         ValueError: `x` is not contiguous.
+        NotImplementedError: it carries a forward-mode derivative.
     """
     if group.size == 1:
         return x
     if not (torch.is_grad_enabled() and x.requires_grad):
+        refuse_tangent(x)
         return x if windows.WINDOWS and ways.summed(x, group) else _sum(x, group)
     return _AllReduce.apply(x, group, consumer)
 
@@ -157,8 +169,15 @@ def summed_in(wanted: torch.dtype | None, own: torch.dtype, group: Group) -> tor
 
 
 def replicate(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`x` itself; its gradient is summed over the ranks."""
-    if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+    """`x` itself; its gradient is summed over the ranks.
+
+    Raises:
+        NotImplementedError: it carries a forward-mode derivative, which kernels would lose before a sum sees it.
+    """
+    if group.size == 1:
+        return x
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        refuse_tangent(x)
         return x
     return _Replicate.apply(x, group)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import graphs
-from .collectives import all_reduce
+from .collectives import all_reduce, refuse_tangent
 from .group import Group
 
 
@@ -25,6 +25,7 @@ def start_all_reduce(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor
     if torch.compiler.is_compiling():
         started = torch.ops._c10d_functional.all_reduce(x, "sum", _name(group))
         return lambda: torch.ops._c10d_functional.wait_tensor(started)
+    refuse_tangent(x)
     graphs.refuse_gloo(x, group.device)
     work = dist.all_reduce(x, group=group.channel, async_op=True)
     _give_way(x)
@@ -46,6 +47,7 @@ def all_reduce_later(x: torch.Tensor, group: Group) -> torch.Tensor:
     if graphs.captures(x):
         # What reads it may lie outside the graph, which must end with nothing under way.
         return all_reduce(x, group)
+    refuse_tangent(x)
     torch.ops._c10d_functional.all_reduce_(x, "sum", _name(group))
     _give_way(x)
     return AsyncCollectiveTensor(x)
