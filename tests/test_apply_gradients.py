@@ -69,6 +69,39 @@ def test_the_gradient_of_a_head_norm_is_summed_and_of_no_other(ranks, size, cont
         assert any(wanted[0])
 
 
+class Scaled(Headed):
+    """With a bare parameter that each rank applies to its own heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.to_out((self.to_q(x).unflatten(-1, (self.heads, 2)) * self.scale).flatten(-2))
+
+
+def scale_gradients(group):
+    """Of the whole model, the sharded one and a copy of it, after two backward passes; and the sharded names."""
+    whole = nn.Sequential(Scaled())
+    for seed, parameter in enumerate(whole.parameters()):
+        parameter.data = small_integers(*parameter.shape, seed=seed)
+    plan = {"0": Divide("heads"), "0.to_q": "colwise", "0.to_out": "rowwise"}
+    plan["0.scale"] = "replicated_with_grad_allreduce"
+    model = apply(copy.deepcopy(whole), plan, group=group)
+    models = [whole, model, copy.deepcopy(model)]
+    for module in models:
+        for seed in (10, 11):
+            module(small_integers(5, 6, seed=seed)).backward(small_integers(5, 6, seed=seed + 10))
+    return [module[0].scale.grad.tolist() for module in models], list(sharding_of(model).resolved.specs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradient_of_a_bare_parameter_is_summed_where_the_plan_says_so(ranks, size):
+    for (wanted, got, copied), specs in ranks(size, scale_gradients):
+        assert got == copied == wanted and any(wanted)
+        assert specs == ["0.to_q.weight", "0.to_q.bias", "0.to_out.weight"]
+
+
 def flux_errors(group):
     """The relative errors of the output and of this rank's gradient of every parameter, of FLUX in float64.
 

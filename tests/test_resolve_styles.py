@@ -51,12 +51,17 @@ WRONG = {
     "a_parameter_of_a_module_that_is_sharded_too": (
         plus("blocks.*.up.weight", ShardParameter(0)),
         2,
-        ["'blocks.*.up' and 'blocks.*.up.weight' both shard 'blocks.0.up.weight'"],
+        ["'blocks.*.up' and 'blocks.*.up.weight' both plan 'blocks.0.up.weight'"],
     ),
     "a_whole_parameter_of_a_module_that_is_sharded_too": (
         {"blocks.*.down.bias": ShardParameter(0), **PAIR},
         2,
-        ["'blocks.*.down' and 'blocks.*.down.bias' both shard 'blocks.0.down.bias'"],
+        ["'blocks.*.down' and 'blocks.*.down.bias' both plan 'blocks.0.down.bias'"],
+    ),
+    "summed_gradients_of_a_parameter_that_is_sharded_too": (
+        plus("blocks.*.down.bias", "replicated_with_grad_allreduce"),
+        2,
+        ["'blocks.*.down' and 'blocks.*.down.bias' both plan 'blocks.0.down.bias'"],
     ),
     "summed_gradients_of_a_module_with_shards": (
         plus("blocks.*", "replicated_with_grad_allreduce"),

@@ -13,9 +13,9 @@ from .plans.lint import pattern
 from .plans.pairs import norm_pairs
 from .plans.registry import plan_for
 from .plans.resolve import Resolved, resolve
-from .plans.shard import sharding_of
+from .plans.shard import sharding_of, target_of
 from .plans.spec import ShardSpec
-from .plans.styles import ShardParameter, label
+from .plans.styles import label
 
 LARGEST_WHOLE = 6
 
@@ -201,9 +201,7 @@ def _payload(model: nn.Module, resolved: Resolved, path: str) -> int:
     """Bytes per row of the collective at `path`; where partial sums are added, those of any one of them."""
     if resolved.styles[path].input == "partial":
         path = next(iter(partial_inputs(resolved.styles, path)), path)
-    style = resolved.styles[path]
-    target = model.get_parameter(path) if isinstance(style, ShardParameter) else model.get_submodule(path)
-    return style.payload(target)
+    return resolved.styles[path].payload(target_of(model, path))
 
 
 def _size(nbytes: int) -> str:

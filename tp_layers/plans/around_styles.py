@@ -20,7 +20,8 @@ from .style import Style
 class Watcher:
     """Renews the sum of gradients before a call: a copied model has new parameters, without the hooks of the old.
 
-    Without an `owner` it is that of all parameters of the module, which are whole; with one, that of its shard `name`.
+    Without an `owner` it is that of all parameters of the module, which are whole; with one, that of its parameter
+    `name`, a shard if there is a `spec`.
     """
 
     group: Group
@@ -41,15 +42,16 @@ class Replicate(Style):
 class HeadParameters(Style):
     """`"replicated_with_grad_allreduce"`: whole parameters that each rank applies to its own heads (a q/k norm).
 
-    Their values stay whole; every rank sees the gradient of its own heads only, so the gradients are summed.
+    Their values stay whole; every rank sees the gradient of its own heads only, so the gradients are summed. Its plan
+    key names a module, or a bare `nn.Parameter`.
     """
 
     def shard(self, module: nn.Module, group: Group, options: Options = DEFAULT) -> nn.Module:
         module.register_forward_pre_hook(Watcher(group))
         return module
 
-    def watch(self, module: nn.Module, group: Group) -> None:
-        for parameter in module.parameters():
+    def watch(self, target: nn.Module | nn.Parameter, group: Group) -> None:
+        for parameter in target.parameters() if isinstance(target, nn.Module) else [target]:
             sum_gradient(parameter, group)
 
 

@@ -13,7 +13,7 @@ their own style, `"replicated_with_grad_allreduce"`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ class AllReduceOutput(Style):
     def payload(self, target: Any) -> int:
         return 0  # nothing is added, see `describe`
 
-    def watch(self, module: nn.Module, group: Group) -> None:
-        for layer in module.modules():
+    def watch(self, target: nn.Module | nn.Parameter, group: Group) -> None:
+        for layer in cast(nn.Module, target).modules():
             if isinstance(layer, ColwiseLinear | ColwiseConv):
                 layer.sums_gradient = False

@@ -92,9 +92,11 @@ def _specs(item: Match) -> dict[str, ShardSpec]:
         if isinstance(item.target, nn.Module):
             raise ValueError(f"ShardParameter names a parameter, this is the module {type(item.target).__name__}")
         return {item.path: item.style.parameter_spec(item.target)}
-    if not isinstance(item.target, nn.Module):
-        raise ValueError("it is a bare parameter: only ShardParameter(dim) shards one")
-    return {f"{item.path}.{name}": spec for name, spec in item.style.specs(item.target).items()}
+    if isinstance(item.target, nn.Module):
+        return {f"{item.path}.{name}": spec for name, spec in item.style.specs(item.target).items()}
+    if isinstance(item.style, HeadParameters):
+        return {}
+    raise ValueError("it is a bare parameter: only ShardParameter(dim) shards one")
 
 
 def _check_parameters(matches: list[Match]) -> None:
@@ -104,8 +106,8 @@ def _check_parameters(matches: list[Match]) -> None:
     }
     for item in matches:
         layer = layers.get(item.path.rpartition(".")[0])
-        if isinstance(item.style, ShardParameter) and layer is not None:
-            raise ValueError(f"the plan keys '{layer.key}' and '{item.key}' both shard '{item.path}': drop one of them")
+        if isinstance(item.target, nn.Parameter) and layer is not None:
+            raise ValueError(f"the plan keys '{layer.key}' and '{item.key}' both plan '{item.path}': drop one of them")
     for item in matches:
         if isinstance(item.style, HeadParameters):
             for it in (it for it in matches if it.path.startswith(f"{item.path}.") and _specs(it)):

@@ -40,6 +40,9 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
         if isinstance(style, ShardParameter):
             setattr(parent, name, style.shard_parameter(getattr(parent, name), group))
             continue
+        if name in parent._parameters:
+            _called(model, parent_path).register_forward_pre_hook(Watcher(group, parent, name))
+            continue
         module = parent.get_submodule(name)
         sharded = style.shard(module, group, options)
         if isinstance(sharded, ShardedLayer) and not options.copy:
@@ -67,6 +70,13 @@ def _called(model: nn.Module, path: str) -> nn.Module:
     return _called(model, path.rpartition(".")[0]) if path and type(module).forward is nn.Module.forward else module
 
 
+def target_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
+    """What a plan names `path`: a module, or a bare parameter."""
+    owner, _, name = path.rpartition(".")
+    parameter = model.get_submodule(owner)._parameters.get(name)
+    return model.get_submodule(path) if parameter is None else parameter
+
+
 def fuse_model(model: nn.Module, options: Options) -> list[str]:
     """Fuses blocks of a sharded model, once it holds its values, and returns all that its reader should know.
 
@@ -81,5 +91,4 @@ def fuse_model(model: nn.Module, options: Options) -> list[str]:
 def watch_gradients(model: nn.Module, resolved: Resolved, group: Group) -> None:
     """The last step, once every parameter holds its values: a hook belongs to a parameter, which loading replaces."""
     for path, style in resolved.styles.items():
-        if not isinstance(style, ShardParameter):
-            style.watch(model.get_submodule(path), group)
+        style.watch(target_of(model, path), group)

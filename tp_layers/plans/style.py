@@ -70,5 +70,5 @@ class Style:
         """The module to put in `module`'s place (possibly itself), holding this rank's shards."""
         return module
 
-    def watch(self, module: nn.Module, group: Group) -> None:
-        """What is left to do once the parameters of the module `shard` returned hold their values."""
+    def watch(self, target: nn.Module | nn.Parameter, group: Group) -> None:
+        """What is left to do once the planned parameter, or those of the module `shard` returned, hold their values."""

@@ -1,7 +1,7 @@
 """Helios, made of Wan's blocks, whose self-attention may amplify the keys of the frames before.
 
 The scale of those keys is a parameter with one number for each head, of which a rank has its own, or one for all heads,
-which stays whole; of that one, each rank's gradient is of its own heads only.
+which stays whole and whose gradient is summed, as each rank's is of its own heads only.
 
 Whole: the timestep projection (1.1 %), as a rank needs all of it; the patch and text embedders (under 1 %).
 """
@@ -24,8 +24,9 @@ def helios(model: nn.Module) -> Plan:
         **wan_block("blocks.*"),
         **image_keys("blocks.*.attn2"),
     }
-    if config.is_amplify_history and config.history_scale_mode == "per_head":
-        plan["blocks.*.attn1.history_key_scale"] = ShardParameter(0)
+    if config.is_amplify_history:
+        by_head = config.history_scale_mode == "per_head"
+        plan["blocks.*.attn1.history_key_scale"] = ShardParameter(0) if by_head else "replicated_with_grad_allreduce"
     return plan
 
 
