@@ -168,6 +168,10 @@ STATES = {
         lambda model: setattr(model.blocks[1].up, "forward", torch.relu),
         ["'blocks.1.up' has a forward of its own"],
     ),
+    "a_bias_that_is_no_parameter": (
+        lambda model: (delattr(model.blocks[1].down, "bias"), setattr(model.blocks[1].down, "bias", torch.ones(4))),
+        ["the bias of 'blocks.1.down' is a Tensor, not a parameter"],
+    ),
     "a_further_parameter": (
         lambda model: setattr(model.blocks[1].up, "gain", nn.Parameter(torch.ones(1))),
         ["'blocks.1.up' has ['gain'] beside its weight and bias"],

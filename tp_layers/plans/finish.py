@@ -9,6 +9,7 @@ from ..group import Group
 from ..inputs import check_first_inputs
 from ..layers.options import Options
 from ..rates import Rates
+from ..replicas import refuse_replicas
 from .overlap import overlap_model
 from .resolve import Resolved
 from .shard import fuse_model, watch_gradients
@@ -34,6 +35,7 @@ def finish(
     overlap_model(model, overlap, group)
     if check_inputs:
         check_first_inputs(model, group)
+    refuse_replicas(model, group)
     watch_failures(model, group)
     for note in fuse_model(model, options):
         logger.warning("%s", note)
