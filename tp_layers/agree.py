@@ -86,7 +86,8 @@ def agreed(
     for rank, (_, others) in enumerate(everyone):
         if others != found[1]:
             raise ValueError(
-                f"rank {rank} of {group.size} has another model, checkpoint, plan or size than rank {group.rank}"
+                f"rank {rank} of {group.size} has another model, checkpoint, plan or size than rank {group.rank}, or "
+                f"other versions of its libraries"
             )
     return result
 

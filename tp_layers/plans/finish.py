@@ -4,6 +4,7 @@ import logging
 
 from torch import nn
 
+from ..agree import agreed
 from ..failure import watch_failures
 from ..group import Group
 from ..inputs import check_first_inputs
@@ -30,14 +31,21 @@ def finish(
     """Has gradients summed, sums overlapped, first inputs compared, failures told, blocks fused and streams joined.
 
     It warns of notes.
+
+    Raises:
+        Exception: a rank could not, such as for want of memory to fuse, on all of them.
+        ValueError: the ranks join other streams, as of other versions of diffusers, on all of them.
     """
-    watch_gradients(model, resolved, group)
+
+    def prepare() -> tuple[list[str], list[str]]:
+        watch_gradients(model, resolved, group)
+        if check_inputs:
+            check_first_inputs(model, group)
+        refuse_replicas(model, group)
+        watch_failures(model, group)
+        return fuse_model(model, options), [] if options.fuse is False else join_streams(model, group)
+
     overlap_model(model, overlap, group)
-    if check_inputs:
-        check_first_inputs(model, group)
-    refuse_replicas(model, group)
-    watch_failures(model, group)
-    for note in fuse_model(model, options):
+    notes, _ = agreed(group, prepare, lambda found: found[1])
+    for note in notes:
         logger.warning("%s", note)
-    if options.fuse is not False:
-        join_streams(model, group)

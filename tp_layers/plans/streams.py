@@ -22,13 +22,11 @@ PROCESSOR = "2106c36979e28f30"
 FEED_FORWARD = "af59d2fda364f00c"
 
 
-def join_streams(model: nn.Module, group: Group) -> None:
-    """From now on those blocks of a sharded model do so."""
-    for module in model.modules() if group.size > 1 else ():
-        if of_diffusers(module) == "Flux2Attention":
-            _join_attention(module)
-        elif of_diffusers(module) == "Flux2TransformerBlock":
-            _join_block(module)
+def join_streams(model: nn.Module, group: Group) -> list[str]:
+    """From now on those blocks of a sharded model do so. Returns their paths, which must be the same on all ranks."""
+    ways = {"Flux2Attention": _join_attention, "Flux2TransformerBlock": _join_block}
+    found = [(path, module, ways.get(of_diffusers(module))) for path, module in model.named_modules()]
+    return [path for path, module, join in found if group.size > 1 and join is not None and join(module)]
 
 
 def along(model: nn.Module) -> set[str]:
@@ -41,30 +39,32 @@ def along(model: nn.Module) -> set[str]:
     return found
 
 
-def _join_attention(attention: Any) -> None:
+def _join_attention(attention: Any) -> bool:
     theirs = attention.processor
     if of_diffusers(theirs) != "Flux2AttnProcessor" or digest(type(theirs).__call__) != PROCESSOR:
-        return
+        return False
     if not _joined(attention._modules.get("to_add_out"), attention.to_out[0]):
-        return
+        return False
     ours = JointAttention()
     # An attention backend that was set before.
     vars(ours).update(vars(theirs))
     attention.set_processor(ours)
+    return True
 
 
-def _join_block(block: Any) -> None:
+def _join_block(block: Any) -> bool:
     text = block.ff_context
     if "forward" in vars(block) or digest(type(block).forward) != BLOCK or "forward" in vars(text):
-        return
+        return False
     kind = FusedTextFeedForward if type(text) is FusedSwiGLU else TextFeedForward
     if kind is TextFeedForward and digest(type(text).forward) != FEED_FORWARD:
-        return
+        return False
     if not _joined(block.ff.linear_out, text.linear_out):
-        return
+        return False
     text.__class__ = kind
     # Its class stays: step caches and compile_repeated_blocks go by it.
     block.__dict__["forward"] = Forward(double_block, block)
+    return True
 
 
 def _joined(first: Any, second: Any) -> bool:
