@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_layers
@@ -33,12 +35,25 @@ def called(model: nn.Module) -> tuple[str, list[torch.Tensor]]:
         return str(error), []
 
 
-def over_the_same(group: Group, way: str) -> tuple[str, str]:
-    """What a call of the model says before, and of the replicas."""
-    model = tp_layers.apply(FLUX.build(), group=group)
-    before = called(model)[0]
+def mesh_of(group: Group) -> DeviceMesh:
     # Of the group there is: a new one would be numbered by these ranks alone.
-    return before, called(replicated(model, way, DeviceMesh.from_group(group.process_group, "cpu")))[0]
+    return DeviceMesh.from_group(group.process_group, "cpu")
+
+
+def over_the_same(group: Group, way: str) -> tuple[str, str, str]:
+    """What a call of the model says before, and of the replicas, without and with gradients."""
+    model = tp_layers.apply(FLUX.build(), group=group)
+    before, replicas = called(model)[0], replicated(model, way, mesh_of(group))
+    with torch.no_grad():
+        evaluated = called(replicas)[0]
+    return before, evaluated, called(replicas)[0]
+
+
+def beside(group: Group) -> str:
+    """What is said of torch's own tensor parallelism of a layer that the plan leaves out."""
+    model = tp_layers.apply(FLUX.build(), group=group)
+    parallelize_module(model.x_embedder, mesh_of(group), ColwiseParallel(output_layouts=Replicate()))
+    return called(model)[0]
 
 
 def over_another(group: Group, way: str) -> tuple[str, bool]:
@@ -54,10 +69,15 @@ WAYS: Any = pytest.mark.parametrize("way", ["DistributedDataParallel", "fully_sh
 
 @WAYS
 def test_over_the_ranks_of_the_sharding_it_is_refused(ranks, way):
-    for before, said in ranks(2, over_the_same, way):
+    for before, *others in ranks(2, over_the_same, way):
         assert before == ""
-        # fully_shard makes a class of its own of it.
-        assert re.match(rf"{way} has mixed the shards of this (FSDP)?FluxTransformer2DModel.* ranks \[0, 1\]", said)
+        for said in others:
+            # fully_shard makes a class of its own of it.
+            assert re.match(rf"{way} has mixed the shards of this (FSDP)?FluxTransformer2DModel.* ranks \[0, 1\]", said)
+
+
+def test_what_is_no_replica_is_left_alone(ranks):
+    assert ranks(2, beside) == ["", ""]
 
 
 @WAYS

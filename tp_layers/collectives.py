@@ -10,7 +10,8 @@
 
 Of shards of several lengths, an all-gather carries as many bytes as if all were as long as the longest.
 
-Forward-mode derivatives, which the sum in place would leave one rank's, are refused; torch refuses them in the others.
+Forward-mode derivatives, which the sum in place would leave one rank's, are refused, and by torch in the others, but
+under torch.compile nobody sees them.
 At size 1 each of them returns its argument. Only this module, `under_way.py` and `exchange.py` treat one rank
 specially.
 """

@@ -100,7 +100,7 @@ def _widths(count: int, growth: float, width: int) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise([0, *ends[:-1], width])]
 
 
-# Every layer asks in every call: 125 microseconds to work out, 0.3 to remember.
+# Every layer asks in every call: 0.3 milliseconds to work out, 0.3 microseconds to remember.
 @functools.lru_cache(maxsize=1024)
 def _best(rates: Rates, *shape: int) -> list[int]:
     rows, width, columns, itemsize = shape

@@ -1,9 +1,11 @@
 """Refused: data parallelism over the ranks of a sharding, which takes their shards for copies of one tensor.
 
 `DistributedDataParallel` overwrites every rank's shards with rank 0's where it is made, `fully_shard` puts the pieces
-of unlike shards together; the output of either still looks sane. On another axis of the mesh both are right.
+of unlike shards together; the output of either still looks sane. On another axis of the mesh both are right. Not seen:
+a model that is compiled as a whole, and `fully_shard` of the model without its blocks, which has been gathered by then.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +41,12 @@ def _replicas(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if active is not None and any(module is model for module in active.modules()):
         yield "DistributedDataParallel", dist.get_process_group_ranks(active.process_group)
-    # To go through all parameters takes a millisecond, which a step without gradients may not have.
-    if torch.is_grad_enabled():
-        # Those of whole blocks: what is sharded with the model itself has been gathered by now.
-        for mesh in {mesh for mesh in (getattr(it, "device_mesh", None) for it in model.parameters()) if mesh}:
+    # Who has it has imported it, which takes half a second.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    # To go through all modules takes a millisecond, which a step without gradients may not have.
+    if torch.is_grad_enabled() or isinstance(model, kind):
+        parameters = [it for module in model.modules() if isinstance(module, kind) for it in module.parameters()]
+        for mesh in {it.device_mesh for it in parameters if hasattr(it, "device_mesh")}:
             yield "fully_shard", mesh.mesh.flatten().tolist()
 
 

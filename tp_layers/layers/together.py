@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..collectives import refuse_tangent
 from ..kernels.colwise import colwise_blocks
 from ..kernels.contract import needs_grad
 from .epilogue import Activation
@@ -64,6 +65,7 @@ class Together:
         if x is not self.x or x._version != self.version:
             if not self._can(x):
                 return None
+            refuse_tangent(x)
             self.x, self.version, self.outputs = x, x._version, list(self._compute(x))
         # Once: whoever asks again gets a tensor of its own, as the first may have been changed.
         y, self.outputs[place] = self.outputs[place], None

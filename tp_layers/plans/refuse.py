@@ -127,10 +127,9 @@ def _layer_reasons(path: str, module: nn.Module) -> Iterator[str]:
         yield f"'{path}' has hooks, which its sharded layer would drop; remove them, and add them afterwards"
     if "forward" in vars(module):
         yield f"'{path}' has a forward of its own, which its sharded layer would drop; restore the class's"
-    for name in ("weight", "bias"):
-        value = getattr(module, name, None)
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            yield f"the {name} of '{path}' is a {type(value).__name__}, not a parameter: make it one"
+    bias = getattr(module, "bias", None)
+    if isinstance(module, nn.Linear) and isinstance(bias, torch.Tensor) and not isinstance(bias, nn.Parameter):
+        yield f"the bias of '{path}' is a {type(bias).__name__}, not a parameter: make it one"
     own = [*module._parameters, *module._buffers, *module._modules]
     further = [name for name in own if name not in ("weight", "bias")]
     if isinstance(module, nn.Linear) and further:
