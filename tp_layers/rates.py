@@ -28,7 +28,7 @@ AT_ONCE = 6
 # the one before. With power 1 one reduction at a time is under way, and the first starts late: over 1 Gbit/s, where a
 # GEMM took 1.5 times as long as its reduction, 4 such chunks took 0.77 of the whole's time, 6 with power 0.5 0.72.
 POWERS = (0.5, 0.25, 0.0)
-# A chunk is at most this many times as wide as the one beside it would be, to the power 1.
+# The most that this growth, or its inverse, may be.
 STEEPEST = 2.0
 # Columns of which a chunk is a multiple, but for the last one: whole tiles of a GEMM on a GPU (64) and of MKL's with
 # AVX-512 (48), where 4 chunks of other widths took 1.04 times as long as the whole, and those 1.025.
