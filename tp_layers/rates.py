@@ -132,7 +132,7 @@ def measure(group: Group, dtype: torch.dtype, width: int = 2048, rows: int = 256
     many, little, latency, several, transfer = medians
     per_row = max(many - little, 1e-9) / (rows - few)
     # Of two that take unlike times the noise of the longer would hide what becomes of the shorter: a GEMM 2.5 times as
-    # long as the reduction gave 0.5 to 0.96 over one link, one as long 0.65 to 0.86. Whole 16 bytes, which GEMMs like.
+    # long as the reduction gave 0.45 to 0.96 over one link, one as long 0.65 to 0.86. Whole 16 bytes, which GEMMs like.
     inner = min(width, max(8, int(width * transfer / many) // 8 * 8))
     alike = large[: max(1, min(rows, int(rows * many / transfer)))]
     return Rates(
