@@ -10,8 +10,9 @@ from torch import nn
 import tp_layers
 from close import FLOAT32, compare, relative_error
 from families import FAMILIES, ONE_OF_EACH, REGISTERED, digest, run
+from families.family import backward
 from functions import Functions
-from test_gradients import EXACT, backward
+from test_gradients import EXACT
 from tp_layers import ColwiseLinear, RowwiseLinear
 from tp_layers.group import Group
 from tp_layers.kernels import backend
@@ -110,12 +111,12 @@ def test_bfloat16_is_at_most_twice_as_far_from_float64_as_one_device(ranks, labe
 
 def gradients(group: Group, label: str) -> dict[str, torch.Tensor | None]:
     model = nn.Module.to(REGISTERED[label].build(), EXACT)
-    return backward(tp_layers.apply(model, group=group, fuse=True), REGISTERED[label].inputs())
+    return backward(tp_layers.apply(model, group=group, fuse=True), REGISTERED[label].inputs(), EXACT, calls=2)
 
 
 @pytest.mark.parametrize("label", [FLUX, FLUX2])
 def test_gradients_are_those_of_one_device(ranks, label):
-    wanted = backward(nn.Module.to(REGISTERED[label].build(), EXACT), REGISTERED[label].inputs())
+    wanted = backward(nn.Module.to(REGISTERED[label].build(), EXACT), REGISTERED[label].inputs(), EXACT, calls=2)
     for found in ranks(1, gradients, label):
         assert all(relative_error(found[key], full) <= 1e-12 for key, full in wanted.items())
     # Of what is whole on both ranks.

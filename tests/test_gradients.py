@@ -8,25 +8,13 @@ from torch import nn
 import tp_layers
 from close import FLOAT32, relative_error
 from families import FAMILIES
+from families.family import backward
 from tp_layers.group import Group
 from tp_layers.plans.shard import sharding_of
 
 # In float64, so that what is compared is the derivative and not its rounding; a rotary table in float32 inside a model
 # leaves differences of 1e-7.
 EXACT = torch.float64
-
-
-def backward(model: nn.Module, inputs: dict[str, object]) -> dict[str, torch.Tensor | None]:
-    """The gradients of a fixed weighted sum of the outputs, accumulated over two calls."""
-    cast = {
-        key: value.to(EXACT) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in inputs.items()
-    }
-    for _ in range(2):
-        outputs = [item for item in model(**cast, return_dict=False) if isinstance(item, torch.Tensor)]
-        weights = [torch.linspace(-1, 1, item.numel(), dtype=EXACT).view(item.shape) for item in outputs]
-        sum((item * weight).sum() for item, weight in zip(outputs, weights, strict=True)).backward()
-    return {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
 def sharded(group: Group, name: str, folder: str | None) -> tuple[dict[str, torch.Tensor | None], int]:
@@ -42,7 +30,7 @@ def sharded(group: Group, name: str, folder: str | None) -> tuple[dict[str, torc
             module._buffers.update(
                 {key: value.to(EXACT) for key, value in module._buffers.items() if value is not None}
             )
-    return backward(model, family.inputs()), len(sharding_of(model).resolved.specs)
+    return backward(model, family.inputs(), EXACT, calls=2), len(sharding_of(model).resolved.specs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -58,7 +46,7 @@ def test_every_gradient_on_every_rank_equals_the_unsharded_one(ranks, tmp_path, 
         family.build().save_pretrained(tmp_path)
         folder = str(tmp_path)
     model = nn.Module.to(family.build(), EXACT)
-    wanted = backward(model, family.inputs())
+    wanted = backward(model, family.inputs(), EXACT, calls=2)
     specs = sharding_of(tp_layers.apply(model)).resolved.specs
     for rank, (got, count) in enumerate(ranks(size, sharded, name, folder)):
         assert count == len(specs) and got.keys() == wanted.keys()

@@ -9,7 +9,7 @@ from torch import nn
 import tp_layers
 from close import relative_error
 from families import REGISTERED
-from families.family import Values, tensors
+from families.family import backward
 from tp_layers.group import Group
 from tp_layers.plans.shard import sharding_of
 
@@ -28,20 +28,6 @@ def build(label: str) -> tuple[nn.Module, torch.dtype]:
     """A model, all of it in the dtype that it is compared in."""
     dtype = torch.float32 if SINGLE.search(label) else torch.float64
     return nn.Module.to(REGISTERED[label].build(), dtype), dtype
-
-
-def backward(model: nn.Module, inputs: Values, dtype: torch.dtype) -> Gradients:
-    """The gradients of a fixed weighted sum of the outputs."""
-
-    def cast(value: object) -> object:
-        if isinstance(value, list):
-            return [cast(item) for item in value]
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    outputs = tensors(model(**{name: cast(value) for name, value in inputs.items()}, return_dict=False))
-    weights = [torch.linspace(-1, 1, item.numel(), dtype=dtype).view(item.shape) for item in outputs]
-    sum((item * weight).sum() for item, weight in zip(outputs, weights, strict=True)).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def sharded(group: Group, label: str) -> tuple[Gradients, int]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_layers
 from families import FAMILIES
-from families.family import tensors
+from families.family import forward
 from tp_layers.group import Group
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
@@ -30,7 +30,7 @@ def replicated(model: nn.Module, way: str, mesh: DeviceMesh) -> nn.Module:
 
 def called(model: nn.Module) -> tuple[str, list[torch.Tensor]]:
     try:
-        return "", [item.detach() for item in tensors(model(**FLUX.inputs(), return_dict=False))]
+        return "", [item.detach() for item in forward(model, FLUX.inputs())]
     except ValueError as error:
         return str(error), []
 

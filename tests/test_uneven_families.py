@@ -11,7 +11,8 @@ import tp_layers
 from checkpoints import identical, state_of
 from close import FLOAT32, compare, relative_error
 from families import FAMILIES, digest, run
-from test_gradients import EXACT, backward
+from families.family import backward
+from test_gradients import EXACT
 from tp_layers.group import Group
 from tp_layers.loader.report import held_bytes
 from tp_layers.loader.snapshot import Sharded, read_snapshot
@@ -47,12 +48,12 @@ def exact(name: str) -> torch.nn.Module:
 
 def gradients(group: Group, name: str) -> dict[str, torch.Tensor | None]:
     model = tp_layers.apply(exact(name), plan_of(name), group=group, uneven=True)
-    return backward(model, FAMILIES[name].inputs())
+    return backward(model, FAMILIES[name].inputs(), EXACT, calls=2)
 
 
 @pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "LTXVideoTransformer3DModel"])
 def test_every_gradient_is_that_of_one_device(ranks, name):
-    wanted = backward(exact(name), FAMILIES[name].inputs())
+    wanted = backward(exact(name), FAMILIES[name].inputs(), EXACT, calls=2)
     specs = sharding_of(tp_layers.apply(exact(name), plan_of(name), group=Group(0, SIZE), uneven=True)).resolved.specs
     for rank, got in enumerate(ranks(SIZE, gradients, name)):
         for key, full in wanted.items():

@@ -88,7 +88,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [found for item in value for found in tensors(item)] if isinstance(value, list | tuple) else []
 
 
-def run(model: nn.Module, inputs: Values, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def forward(model: nn.Module, inputs: Values, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The output tensors of one forward call; floating-point inputs in `dtype`."""
 
     def cast(value: Any) -> Any:
@@ -96,8 +96,22 @@ def run(model: nn.Module, inputs: Values, dtype: torch.dtype | None = None) -> l
             return [cast(item) for item in value]
         return value.to(dtype) if dtype and isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
+    return tensors(model(**{name: cast(value) for name, value in inputs.items()}, return_dict=False))
+
+
+def run(model: nn.Module, inputs: Values, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The same without gradients."""
     with torch.no_grad():
-        return tensors(model(**{name: cast(value) for name, value in inputs.items()}, return_dict=False))
+        return forward(model, inputs, dtype)
+
+
+def backward(model: nn.Module, inputs: Values, dtype: torch.dtype, calls: int = 1) -> dict[str, torch.Tensor | None]:
+    """Each parameter's gradient of a fixed weighted sum of the outputs, accumulated over `calls`."""
+    for _ in range(calls):
+        outputs = forward(model, inputs, dtype)
+        weights = [torch.linspace(-1, 1, item.numel(), dtype=dtype).view(item.shape) for item in outputs]
+        sum((item * weight).sum() for item, weight in zip(outputs, weights, strict=True)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def digest(outputs: list[torch.Tensor]) -> int:

@@ -41,6 +41,7 @@ def shard_model(model: nn.Module, resolved: Resolved, group: Group, options: Opt
             setattr(parent, name, style.shard_parameter(getattr(parent, name), group))
             continue
         if name in parent._parameters:
+            # A bare one that stays whole, of which each rank has the gradient of its own heads.
             _called(model, parent_path).register_forward_pre_hook(Watcher(group, parent, name))
             continue
         module = parent.get_submodule(name)
